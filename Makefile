@@ -1,0 +1,49 @@
+# `make run` and `make test` set everything up for themselves; nothing else needs to be installed by hand.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+STAMP = $(VENV)/.installed
+DEV_STAMP = $(VENV)/.installed-dev
+
+.PHONY: run test test-slow lint format bench clean
+
+run: $(STAMP)
+	$(BIN)/fednoro run $(ARGS)
+
+test: $(DEV_STAMP)
+	$(BIN)/ruff check -q .
+	$(BIN)/ruff format -q --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" $(ARGS)
+
+test-slow: $(DEV_STAMP)
+	$(BIN)/pytest -m slow $(ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.digits $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "fednoro needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Use: make run PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install -q -c constraints.txt -e .
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Speed, memory and accuracy, always beside a named alternative in the same run."""

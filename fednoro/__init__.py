@@ -1,0 +1,24 @@
+"""Federated learning that finds the sites with wrong labels and trains through them.
+
+import fednoro
+run = fednoro.run("digits", "method=fednoro", "seed=0")
+run.best, run.last, run.detection, run.folder
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fednoro.experiment import Run, load, resume, run
+
+__all__ = ["Run", "load", "resume", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    # The pieces (losses, detect, aggregate, …) import without the configuration's dependencies.
+    if name in __all__:
+        from fednoro import experiment
+
+        return getattr(experiment, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

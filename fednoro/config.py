@@ -1,0 +1,308 @@
+"""Configurations: presets, files and `key=value` overrides, checked and resolved into one value.
+
+A configuration has a section for each part of an experiment. A section is a name and that part's options,
+`method: {name: fednoro, warmup: 10}`; the bare name will do, `method: fednoro`. The options are the fields
+of the part's own dataclass, so a new method or data source brings its configuration with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from fednoro.data import SOURCES, Source
+from fednoro.methods import METHODS, Method
+from fednoro.models import MODELS, Factory, Model
+from fednoro.noise import NOISES
+from fednoro.noise import Kind as NoiseModel
+from fednoro.options import Options, option
+from fednoro.partition import PARTITIONS, Partition
+from fednoro.training import Training
+from fednoro.types import UserError
+
+REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
+    "data": SOURCES,
+    "partition": PARTITIONS,
+    "noise": NOISES,
+    "model": MODELS,
+    "method": METHODS,
+}
+
+
+@dataclass(frozen=True)
+class General(Options):
+    """What belongs to no section."""
+
+    test: float = option(0.3, "share of the images kept for testing", gt=0, lt=1)
+    seed: int = option(0, "everything random follows from it", ge=0)
+    name: str | None = option(None, "the run's folder name; made from data, method and seed if not given")
+    out: str = option("runs", "where run folders are made")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, …")
+    checkpoint_every: int = option(5, "rounds between checkpoints", ge=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name is not None and (not self.name or self.name[0] == "." or set(self.name) & set("/\\")):
+            raise UserError(f"name must be a plain folder name, got {self.name!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(General):
+    """One experiment, whole."""
+
+    data: Source
+    partition: Partition
+    noise: NoiseModel
+    model: Model
+    method: Method
+    train: Training = field(default_factory=Training)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.method.check(self.train.rounds)
+
+
+def presets() -> dict[str, str]:
+    """The presets' names, each with its one-line description."""
+    folder = files("fednoro") / "presets"
+    texts = {
+        Path(item.name).stem: item.read_text(encoding="utf-8")
+        for item in folder.iterdir()
+        if item.name.endswith(".yaml")
+    }
+    return {name: text.splitlines()[0].lstrip("# ") for name, text in sorted(texts.items())}
+
+
+def resolve(source: str | Path | Mapping[str, Any] = "digits", overrides: Sequence[str] = ()) -> Config:
+    """A checked configuration from a preset's name, a YAML file or a mapping, with `key=value` overrides."""
+    tree = _base(source)
+    # Choices first: `method.tau=2 method=fedla` means the same in either order.
+    for override in sorted(overrides, key=lambda text: "." in text.partition("=")[0]):
+        _override(tree, override)
+    return _build(tree)
+
+
+def seeds(overrides: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Takes `seed=0..2` or `seed=1,4,7` out of the overrides: the seeds, and the other overrides."""
+    rest = [text for text in overrides if not text.startswith("seed=")]
+    given = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
+    if not given:
+        return [], rest
+    try:
+        found: list[int] = []
+        for part in given[-1].split(","):
+            first, dots, last = part.partition("..")
+            found += range(int(first), int(last) + 1) if dots else [int(first)]
+    except ValueError as error:
+        raise UserError(
+            f"seed must be a number, a list or a range, as in seed=3, seed=1,4 or seed=0..2; got {given[-1]!r}"
+        ) from error
+    if not found or min(found) < 0 or len(set(found)) != len(found):
+        raise UserError(f"seed must name distinct numbers from 0 on, got {given[-1]!r}")
+    return found, rest
+
+
+def dump(config: Config) -> str:
+    """The configuration as YAML that `resolve` reads back to the same value."""
+    tree: dict[str, Any] = {}
+    for item in sorted(dataclasses.fields(config), key=lambda item: item.name not in ("seed", *REGISTRIES, "train")):
+        value = getattr(config, item.name)
+        if item.name in REGISTRIES:
+            tree[item.name] = {"name": _name(item.name, value), **_plain(dataclasses.asdict(value))}
+        else:
+            tree[item.name] = _plain(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def section_name(config: Config, section: str) -> str:
+    """Which entry of a registry a section chose, for example `fednoro` for `method`."""
+    return _name(section, getattr(config, section))
+
+
+def _name(section: str, value: Any) -> str:
+    if isinstance(value, Factory):
+        return value.factory
+    return next(name for name, kind in REGISTRIES[section].items() if type(value) is kind)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# From names and files to a tree of plain values
+
+
+def _base(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        tree, what = dict(source), "the configuration"
+    else:
+        tree, what = _read(str(source)), str(source)
+    merged: dict[str, Any] = {}
+    if "preset" in tree:
+        preset = str(tree.pop("preset"))
+        if preset not in presets():
+            raise UserError(f"{what}: unknown preset {preset!r}{_suggest(preset, presets())}")
+        merged = _base(preset)
+    for key, value in tree.items():
+        _merge(merged, key, value, what)
+    return merged
+
+
+def _read(source: str) -> dict[str, Any]:
+    path = Path(source).expanduser()
+    if source in presets():
+        text = (files("fednoro") / "presets" / f"{source}.yaml").read_text(encoding="utf-8")
+    elif path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{source} cannot be read: {error}") from error
+    else:
+        raise UserError(f"{source!r} is neither a preset ({', '.join(presets())}) nor a file")
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{source} must be a mapping of sections, such as `method: fednoro`")
+    return tree
+
+
+def _normal(key: str, value: Any, what: str) -> Any:
+    if key in REGISTRIES:
+        if isinstance(value, str):
+            return {"name": value}
+        if not isinstance(value, Mapping):
+            raise UserError(f"{what}: {key} must be a name or a mapping with a name, got {value!r}")
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _merge(tree: dict[str, Any], key: str, value: Any, what: str) -> None:
+    value, before = _normal(key, value, what), tree.get(key)
+    if key in REGISTRIES and before and value.get("name", before.get("name")) != before.get("name"):
+        tree[key] = value  # another method's options would make no sense here
+    else:
+        tree[key] = _over(before, value)
+
+
+def _over(before: Any, value: Any) -> Any:
+    if not isinstance(before, Mapping) or not isinstance(value, Mapping):
+        return value
+    return {**before, **{key: _over(before.get(key), item) for key, item in value.items()}}
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    path, equals, raw = text.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"override {text!r} must look like key=value, for example method.warmup=5")
+    try:
+        value = yaml.safe_load(raw) if raw.strip() else None
+    except yaml.YAMLError as error:
+        raise UserError(f"override {text!r}: the value is not valid YAML") from error
+    if keys[0] in REGISTRIES and keys[1:] == ["name"]:
+        keys, value = keys[:1], {"name": value}
+    if len(keys) == 1:
+        _merge(tree, keys[0], value, f"override {text!r}")
+        return
+    node = tree
+    for key in keys[:-1]:
+        below = {} if node.get(key) is None else node[key]
+        if not isinstance(below, Mapping):
+            raise UserError(f"override {text!r}: {key} is not a section")
+        node[key] = node = dict(below)
+    node[keys[-1]] = value
+
+
+# From the tree to checked dataclasses
+
+
+def _build(tree: dict[str, Any]) -> Config:
+    tree = dict(tree)
+    per_method = _per_method(tree.pop("methods", None))
+    known = [item.name for item in dataclasses.fields(Config)]
+    for key in tree:
+        if key not in known:
+            raise UserError(f"unknown key {key}{_suggest(key, known)}")
+    parts: dict[str, Any] = {}
+    for section, registry in REGISTRIES.items():
+        chosen = dict(tree.get(section) or {})
+        name = chosen.pop("name", None)
+        if name is None:
+            raise UserError(f"{section} has no name: choose one of {', '.join(registry)}")
+        if section == "model" and ":" in str(name):
+            name, chosen = "factory", {**chosen, "factory": name}
+        if not isinstance(name, str) or name not in registry:
+            raise UserError(f"unknown {section} {name!r}{_suggest(name, registry)}")
+        if section == "method":
+            chosen = {**per_method.get(name, {}), **chosen}
+        parts[section] = _validate(registry[name], chosen, section)
+    parts["train"] = _validate(Training, {} if tree.get("train") is None else tree["train"], "train")
+    general = _validate(General, {key: value for key, value in tree.items() if key not in parts}, "")
+    return Config(**parts, **{item.name: getattr(general, item.name) for item in dataclasses.fields(General)})
+
+
+def _per_method(table: Any) -> dict[str, dict[str, Any]]:
+    """The `methods:` table, checked whole: a slip in it must not wait for the day its method is chosen."""
+    if not isinstance(table, Mapping | None):
+        raise UserError(f"methods must be a mapping from methods to their options, got {table!r}")
+    for name, options in (table or {}).items():
+        if name not in METHODS:
+            raise UserError(f"unknown key methods.{name}{_suggest(name, METHODS)}")
+        _validate(METHODS[name], options, f"methods.{name}")
+    return dict(table or {})
+
+
+def _validate(kind: type[Any], values: Any, section: str) -> Any:
+    from pydantic import TypeAdapter, ValidationError
+
+    if not isinstance(values, Mapping):
+        raise UserError(f"{section} must be a mapping of options, got {values!r}")
+    _no_booleans_for_numbers(kind, values, section)
+    try:
+        return TypeAdapter(kind).validate_python(dict(values))
+    except ValidationError as error:
+        raise UserError(_explain(error.errors()[0], section, kind)) from error
+
+
+def _no_booleans_for_numbers(kind: type[Any], values: Mapping[str, Any], section: str) -> None:
+    # To pydantic `rounds: yes` is one round.
+    for name, hint in get_type_hints(kind).items():
+        value, where = values.get(name), f"{section}.{name}" if section else name
+        if isinstance(value, bool) and hint in (int, float, int | None):
+            raise UserError(f"{where} should be a number, got {value}")
+        if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+            _no_booleans_for_numbers(hint, value, where)  # type: ignore[arg-type]
+
+
+def _explain(problem: Mapping[str, Any], section: str, kind: type[Any]) -> str:
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, UserError):
+        return str(cause)
+    first, *rest = problem["loc"]
+    nested = get_type_hints(kind).get(str(first))
+    if not dataclasses.is_dataclass(nested):
+        nested, rest = kind, [part for part in rest if isinstance(part, int)]  # the others name members of a union
+    where = ".".join(str(part) for part in (section, first, *rest) if part != "")
+    if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        names = [item.name for item in dataclasses.fields(nested if rest else kind)]
+        return f"unknown key {where}{_suggest((first, *rest)[-1], names)}"
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{where} is required"
+    message = problem["msg"].removeprefix("Input ").lower()
+    return f"{where} {message}, got {problem['input']!r}"
+
+
+def _suggest(key: Any, known: Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(str(key), known, 1)
+    return f": did you mean {close[0]}?" if close else f": known are {', '.join(known)}" if known else ""

@@ -1,0 +1,28 @@
+"""Where images come from: one file per source, one line per source in `SOURCES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from fednoro.data.dataset import Dataset
+from fednoro.data.digits import Digits
+from fednoro.data.folder import Folder
+from fednoro.data.synthetic import Synthetic
+
+
+class Source(Protocol):
+    """An options dataclass that knows how to load what it describes."""
+
+    section: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
+        """The images; `progress(what, done, total)` is called where that takes time."""
+
+
+SOURCES: dict[str, type[Source]] = {
+    "digits": Digits,
+    "synthetic": Synthetic,
+    "folder": Folder,
+}

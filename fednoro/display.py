@@ -1,0 +1,178 @@
+"""What a person sees while a run goes on: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fednoro.config import Config, section_name
+from fednoro.experiment import Run, Watcher
+from fednoro.federation import Federation
+from fednoro.rounds import Turn
+from fednoro.runs import RunFolder
+from fednoro.types import State
+
+
+class Terminal(Watcher):
+    """Shows a run on a console; where that is no terminal, one line per round."""
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self.console, self.quiet = console, quiet
+        self.live = console.is_terminal and not quiet
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._what = ""
+        self._federation: Federation | None = None
+        self._rounds = self._done = 0
+        self._best = 0.0
+        self._seconds: list[float] = []
+        self._seen: set[str] = set()
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        if not self.live:
+            if what != self._what and not self.quiet:
+                self.console.print(f"{what} …", highlight=False)
+            self._what = what
+            return
+        if self._bar is None or what != self._what:
+            self.close()
+            counted = "{task.completed:.0f}/{task.total:.0f}" if total else "{task.completed:.0f}"
+            self._bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn(counted), TimeRemainingColumn(),
+                console=self.console, transient=True,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task(what, total=total or None)
+        assert self._task is not None
+        self._what = what
+        self._bar.update(self._task, completed=done)
+
+    def started(self, config: Config, folder: Path, federation: Federation, state: State, device: torch.device) -> None:
+        self.close()
+        self._federation, self._rounds, self._done = federation, state.rounds, state.round
+        self._best = max((record["bacc"] for record in RunFolder(folder).rounds()), default=0.0)
+        if self.quiet:
+            return
+        names = {key: escape(section_name(config, key)) for key in ("data", "partition", "noise", "model", "method")}
+        sizes = [len(part) for part in federation.parts]
+        noise = f"noise {names['noise']}"
+        if federation.noisy is not None and federation.noisy.any():
+            rates, count = federation.rates[federation.noisy], federation.noisy.sum()
+            noise += f": {count} noisy clients, {rates.min():.0%} to {rates.max():.0%} of their labels wrong"
+        self._say(f"[bold]{escape(str(folder))}[/]")
+        self._say(
+            f"{names['method']} on {names['data']}: {sum(sizes)} training and {len(federation.test)} test images, "
+            f"{state.classes} classes, {len(sizes)} clients of {min(sizes)} to {max(sizes)} images"
+        )
+        self._say(f"partition {names['partition']}; {noise}; model {names['model']} on {device}; seed {config.seed}")
+        if state.round:
+            self._say(f"going on after round {state.round}")
+        if self.live:
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"), BarColumn(),
+                TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.fields[figures]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
+                console=self.console, transient=True,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("training", total=state.rounds, completed=state.round, figures="")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def warned(self, message: str) -> None:
+        # The same trouble every round is said once; rounds.jsonl has it for each.
+        if message not in self._seen:
+            self._seen.add(message)
+            self._say(f"[yellow]warning:[/] {escape(message)}")
+
+    def turned(self, turn: Turn) -> None:
+        if self.quiet:
+            return
+        if turn.task == "score":
+            self._show_verdicts(turn.state)
+        self._seconds.append(turn.seconds)
+        if turn.evaluation is None:
+            return
+        self._done = turn.state.round
+        self._best = max(self._best, turn.evaluation.bacc)
+        figures = f"BACC {turn.evaluation.bacc:6.2%}  best {self._best:6.2%}"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done, description=turn.state.stage, figures=figures)
+        else:
+            left = statistics.mean(self._seconds[-10:]) * (self._rounds - self._done)
+            self._say(f"round {self._done:>3}/{self._rounds}  {turn.state.stage:<22}  {figures}  ETA {left:.0f} s")
+
+    def _show_verdicts(self, state: State) -> None:
+        detection = state.memo.get("detection")
+        if detection is None or self._federation is None:
+            return
+        truth = self._federation.noisy
+        self._say(f"after round {state.round}: {escape(detection['reason'])}")
+        table = Table()
+        for heading in ("client", "images", "P(noisy)", "verdict"):
+            table.add_column(heading, justify="left" if heading in ("client", "verdict") else "right")
+        if truth is not None:
+            table.add_column("labels wrong", justify="right")
+            table.add_column("")
+        for key, row in sorted(detection["clients"].items(), key=lambda item: int(item[0])):
+            k = int(key)
+            posterior = "not scored" if row["posterior"] is None else f"{row['posterior']:.3f}"
+            verdict = "[red]noisy[/]" if row["noisy"] else "[green]clean[/]"
+            cells = [escape(self._federation.names[k]), str(sum(row["counts"])), posterior, verdict]
+            if truth is not None:
+                cells += [f"{self._federation.rates[k]:.0%}", "✓" if bool(truth[k]) == row["noisy"] else "[red]✗[/]"]
+            table.add_row(*cells)
+        self.console.print(table)
+
+    def stopped(self, folder: Path) -> None:
+        self.close()
+        self._say(f"stopped; carry on with: fednoro resume {escape(str(folder))}")
+
+    def finished(self, run: Run) -> None:
+        self.close()
+        if self.quiet:
+            return
+        self._say(
+            f"[bold]BACC[/]  best [bold]{run.best:.2%}[/]  last {run.last:.2%} "
+            f"(mean of the last {min(10, len(run.bacc))} rounds)  final {run.final:.2%}  in {run.seconds:.1f} s"
+        )
+        if run.detection is not None and "exact" in run.detection:
+            found = run.detection
+            exact = "exactly the noisy clients" if found["exact"] else "not exactly the noisy clients"
+            self._say(f"flagged {exact}: recall {found['recall']:.0%}, precision {found['precision']:.0%}")
+        self._say(f"[dim]everything is in {escape(str(run.folder))}[/]")
+
+    def close(self) -> None:
+        """Takes the live line off the screen."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+
+
+def seeds_table(runs: Sequence[Run]) -> Table:
+    """Several seeds of one configuration, with mean and standard deviation."""
+    table = Table(title=f"{len(runs)} seeds", title_justify="left")
+    for heading in ("seed", "best", "last", "final", "flagged exactly"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        exact = (
+            "–" if run.detection is None or "exact" not in run.detection else "yes" if run.detection["exact"] else "no"
+        )
+        table.add_row(str(run.config.seed), *(f"{value:.2%}" for value in (run.best, run.last, run.final)), exact)
+    columns = [[getattr(run, name) for run in runs] for name in ("best", "last", "final")]
+    known = [run.detection["exact"] for run in runs if run.detection is not None and "exact" in run.detection]
+    table.add_section()
+    table.add_row(
+        "mean ± std",
+        *(f"{100 * statistics.mean(values):.2f} ± {100 * statistics.stdev(values):.2f}" for values in columns),
+        f"{sum(known)} of {len(known)}" if known else "–",
+    )
+    return table

@@ -1,0 +1,68 @@
+"""Batches of images, gathered, normalised and augmented on the compute device."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fednoro.training import Augment
+
+DRAWS = 4  # uniforms that augmenting one image takes: angle, two shifts, flip
+
+# ImageNet's mean and deviation, as the paper's protocol has it; grey images take the average of the three.
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+GREY_MEAN, GREY_DEVIATION = 0.449, 0.226
+
+
+class Images:
+    """All images of a data set; a memory map stays on disk where the device is the CPU."""
+
+    def __init__(self, images: NDArray[np.uint8], inputs: int, augment: Augment, device: torch.device) -> None:
+        self.device, self.inputs, self.augment = device, inputs, augment
+        self._mapped = images if isinstance(images, np.memmap) and device.type == "cpu" else None
+        self._resident: Tensor | None = None
+        if self._mapped is None:  # copied only where torch could not take the array as it is
+            self._resident = torch.from_numpy(np.require(images, requirements=["C", "W"])).to(device)
+        channels = images.shape[3]
+        mean = MEAN if channels == 3 else (GREY_MEAN,) * channels
+        deviation = DEVIATION if channels == 3 else (GREY_DEVIATION,) * channels
+        self._mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
+        self._deviation = torch.tensor(deviation, device=device).view(1, -1, 1, 1)
+
+    def batch(self, index: Tensor, u: Tensor | None = None) -> Tensor:
+        """The images at `index` as B×C×H×W floats; augmented where uniforms `u` (B×4) are given."""
+        if self._resident is not None:
+            raw = self._resident.index_select(0, index)
+        else:
+            assert self._mapped is not None
+            raw = torch.from_numpy(np.ascontiguousarray(self._mapped[index.numpy()]))
+        x = raw.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format) / 255
+        if u is not None and self.augment.active:
+            x = affine(x, u, self.augment)
+        x = (x - self._mean) / self._deviation
+        return x if x.shape[1] == self.inputs else x.expand(-1, self.inputs, -1, -1)
+
+
+def affine(x: Tensor, u: Tensor, augment: Augment) -> Tensor:
+    """Rotates, shifts and mirrors each image by its own uniforms; what comes in from outside is black."""
+    height, width = x.shape[2:]
+    angle = (2 * u[:, 0] - 1) * math.radians(augment.rotate)
+    shift_x, shift_y = ((2 * u[:, i] - 1) * 2 * augment.translate for i in (1, 2))
+    mirror = torch.where(u[:, 3] < 0.5, -1.0, 1.0) if augment.flip else torch.ones_like(angle)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    # Output to input coordinates, each axis in [-1, 1]: the ratio keeps rotation rigid on oblong images.
+    ratio = height / width
+    theta = torch.stack(
+        [
+            torch.stack([mirror * cos, -mirror * sin * ratio, mirror * shift_x], 1),
+            torch.stack([sin / ratio, cos, shift_y], 1),
+        ],
+        1,
+    )
+    grid = F.affine_grid(theta, list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

@@ -1,0 +1,285 @@
+"""From a configuration to a finished run: data, federation, engine, rounds, run folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fednoro.clients import Client
+from fednoro.config import Config, dump, resolve, section_name
+from fednoro.data.dataset import Dataset
+from fednoro.engine import EagerEngine, choose_device
+from fednoro.federation import Federation, assemble, fingerprint
+from fednoro.files import disk_errors, write_json, write_whole
+from fednoro.metrics import best_last, confusion, detection
+from fednoro.models import Packed, initialise
+from fednoro.rounds import Evaluation, Turn, play
+from fednoro.runs import RunFolder, environment, to_device
+from fednoro.types import FedNoRoWarning, FloatArray, IntArray, State, Step, Task, UserError, Weights
+
+
+class Watcher:
+    """Told what happens during a run; this one passes warnings on and keeps quiet otherwise."""
+
+    def started(self, config: Config, folder: Path, federation: Federation, state: State, device: torch.device) -> None:
+        """The federation stands and training begins, or goes on from `state`."""
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Preparation has come this far."""
+
+    def warned(self, message: str) -> None:
+        """Something degenerate was met and handled."""
+        warnings.warn(message, FedNoRoWarning, stacklevel=2)
+
+    def turned(self, turn: Turn) -> None:
+        """An exchange was finished."""
+
+    def stopped(self, folder: Path) -> None:
+        """The run was interrupted and can be resumed."""
+
+    def finished(self, run: Run) -> None:
+        """All rounds are done."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    folder: Path
+    config: Config
+    best: float
+    last: float
+    final: float
+    detection: dict[str, Any] | None  # verdicts per client; recall, precision and exact match where the truth is known
+    bacc: tuple[float, ...]  # per round
+    seconds: float
+
+    @cached_property
+    def federation(self) -> Federation:
+        return Federation.load(self.folder / "split.npz")
+
+
+def run(
+    config: Config | str | Path | Mapping[str, Any] = "digits", *overrides: str, watcher: Watcher | None = None
+) -> Run:
+    """Runs one experiment from the start: `fednoro.run("digits", "method=fedla", "seed=3")`."""
+    if not isinstance(config, Config):
+        config = resolve(config, overrides)
+    elif overrides:
+        raise UserError("overrides go with a preset, a file or a mapping, not with a finished Config")
+    device, watcher = choose_device(config.device), watcher or Watcher()
+    folder = RunFolder(_free_folder(config))
+    folder.create()
+    try:
+        with _held(folder, watcher):
+            write_whole(folder.path / "config.yaml", dump(config).encode())
+            write_json(folder.path / "environment.json", environment(device))
+            return _carry_on(folder, config, device, watcher)
+    except Exception:
+        if not (folder.path / "split.npz").exists():
+            shutil.rmtree(folder.path, ignore_errors=True)  # nothing was begun that could be resumed
+        raise
+
+
+def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
+    """Carries an unfinished run on from its last checkpoint, to the same bits as if it had never stopped."""
+    folder = RunFolder(Path(path).expanduser())
+    if not (folder.path / "config.yaml").is_file():
+        raise UserError(f"{folder.path} is not a run folder: it has no config.yaml")
+    config = resolve(folder.path / "config.yaml")
+    device, watcher = choose_device(config.device), watcher or Watcher()
+    with _held(folder, watcher):
+        if folder.finished:
+            return load(folder.path)
+        return _carry_on(folder, config, device, watcher)
+
+
+def load(path: str | Path) -> Run:
+    """A finished run from its folder."""
+    folder = Path(path).expanduser()
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        facts = {key: result[key] for key in ("best", "last", "final", "detection", "seconds")}
+        bacc = tuple(result["bacc"])
+    except OSError as error:
+        raise UserError(f"{folder} holds no finished run: result.json: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / 'result.json'} is damaged: delete it and resume the run ({error})") from error
+    return Run(folder, resolve(folder / "config.yaml"), bacc=bacc, **facts)
+
+
+def _free_folder(config: Config) -> Path:
+    out = Path(config.out).expanduser()
+    if config.name is not None:
+        return out / config.name
+    stem = f"{section_name(config, 'data')}-{section_name(config, 'method')}-seed{config.seed}"
+    number = 2
+    path = out / stem
+    with disk_errors(out):
+        while path.exists():
+            path, number = out / f"{stem}-{number}", number + 1
+    return path
+
+
+@contextmanager
+def _held(folder: RunFolder, watcher: Watcher) -> Iterator[None]:
+    """Keeps other processes out of the folder, and says how to go on where the user stops the run."""
+    folder.lock()
+    try:
+        yield
+    except KeyboardInterrupt:
+        watcher.stopped(folder.path)
+        raise
+    finally:
+        folder.unlock()
+
+
+def _carry_on(folder: RunFolder, config: Config, device: torch.device, watcher: Watcher) -> Run:
+    with _warnings_to(watcher):
+        dataset = config.data.load(config.seed, watcher.progress)
+        lab = _Lab(config, dataset, device)
+        start = Packed(lab.network()).weights()  # before the annotators: a model that cannot be built fails at once
+        federation = _federation(folder, lab, watcher)
+        clients = {client.id: client for client in federation.clients()}
+        engine = lab.engine(tuple(clients.values()))
+    state = folder.restore(clients) or State(start, 0, config.train.rounds, len(dataset.classes), config.seed)
+    state = to_device(state, device)
+    truth = torch.from_numpy(dataset.labels[federation.test])
+
+    def evaluate(weights: Weights) -> Evaluation:
+        logits = engine.logits(weights, federation.test).float().cpu()
+        counts = confusion(truth.numpy(), logits.argmax(1).numpy(), len(dataset.classes))
+        return Evaluation(counts, float(F.cross_entropy(logits, truth)))
+
+    watcher.started(config, folder.path, federation, state, device)
+    options = config.train
+    saved, reached = state.round, folder.snapshot(state, clients)
+    try:
+        for turn in play(
+            config.method, state, engine.exchange, sorted(clients), evaluate, options.participation, options.failures
+        ):
+            folder.record(turn)
+            state = turn.state
+            reached = folder.snapshot(state, clients)
+            watcher.turned(turn)
+            for message in turn.warnings:
+                watcher.warned(message)
+            if state.round - saved >= config.checkpoint_every or turn.task == "score" or state.round == state.rounds:
+                folder.write(reached)
+                saved = state.round
+    except KeyboardInterrupt:
+        folder.write(reached)  # not what the logs and the clients' memories are now: that may be half a round
+        raise
+    result = _finish(folder, config, federation, state, engine.net)
+    watcher.finished(result)
+    return result
+
+
+class _Lab:
+    """What training needs before there are clients: the network, the data and the device."""
+
+    def __init__(self, config: Config, dataset: Dataset, device: torch.device) -> None:
+        self.config, self.dataset, self.device = config, dataset, device
+        self.inputs = config.model.inputs(dataset.images.shape[3])
+
+    def network(self, purpose: str = "model", *keys: int) -> nn.Module:
+        model, classes = self.config.model, len(self.dataset.classes)
+        return initialise(model, self.inputs, classes, self.config.seed, purpose, *keys)
+
+    def engine(self, clients: tuple[Client, ...] = ()) -> EagerEngine:
+        config = self.config
+        return EagerEngine(self.network, self.dataset, self.inputs, config.train, config.seed, self.device, clients)
+
+    @cached_property
+    def _annotators(self) -> EagerEngine:
+        return self.engine()
+
+    def annotate(self, k: int, index: IntArray) -> FloatArray:
+        """Algorithm 1, lines 3 to 5: a network of the client's own, trained on its clean labels."""
+        site = self._annotators.site(Client(k, f"annotator {k}", index, self.dataset.labels[index]))
+        task = Task("annotate", 0, Packed(self.network("annotator", k), self.device).weights())
+        epochs = getattr(self.config.noise, "epochs", None)
+        weights, _ = site.train(task, _cross_entropy, {}, epochs=epochs)
+        return site.logits(task, weights).double().softmax(1).cpu().numpy()
+
+
+def _cross_entropy(step: Step) -> Tensor:
+    return F.cross_entropy(step.net(step.x), step.y)
+
+
+def _federation(folder: RunFolder, lab: _Lab, watcher: Watcher) -> Federation:
+    path, config = folder.path / "split.npz", lab.config
+    if path.exists():
+        federation = Federation.load(path)
+        if federation.fingerprint != fingerprint(lab.dataset):
+            raise UserError(f"the data has changed since {folder.path} began: it cannot be resumed")
+        return federation
+    done = 0
+
+    def annotate(k: int, index: IntArray) -> FloatArray:
+        nonlocal done
+        probabilities = lab.annotate(k, index)
+        done += 1
+        watcher.progress("training annotators", done, 0)
+        return probabilities
+
+    federation = assemble(lab.dataset, config.test, config.partition, config.noise, config.seed, annotate)
+    federation.save(path)
+    return federation
+
+
+def _finish(folder: RunFolder, config: Config, federation: Federation, state: State, packed: Packed) -> Run:
+    from safetensors.torch import save
+
+    records = folder.rounds()
+    bacc = [record["bacc"] for record in records]
+    best, last, final = best_last(bacc)
+    judged = state.memo.get("detection")
+    verdict = None
+    if judged is not None:
+        flagged = {int(k): row["noisy"] for k, row in judged["clients"].items()}
+        verdict = {**judged, "flagged": sorted(k for k, noisy in flagged.items() if noisy)}
+        if federation.noisy is not None:
+            known = sorted(flagged)
+            recall, precision, exact = detection([flagged[k] for k in known], federation.noisy[known])
+            truth = [int(k) for k in federation.noisy.nonzero()[0]]
+            verdict |= {"noisy": truth, "recall": recall, "precision": precision, "exact": exact}
+        write_json(folder.path / "detection.json", verdict)
+    # One entry: safetensors writes several in any order, and equal runs would end in different files.
+    metadata = {"fednoro": json.dumps({"model": section_name(config, "model"), "classes": federation.classes})}
+    write_whole(folder.path / "model.safetensors", save(packed.state_dict(state.model), metadata))
+    result = {
+        "best": best,
+        "last": last,
+        "final": final,
+        "best_round": 1 + bacc.index(best),
+        "rounds": len(bacc),
+        "seconds": round(sum(record["seconds"] for record in records), 3),
+        "bacc": bacc,
+        "detection": verdict,
+    }
+    write_json(folder.path / "result.json", result)
+    return load(folder.path)
+
+
+@contextmanager
+def _warnings_to(watcher: Watcher) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        if issubclass(warning.category, FedNoRoWarning):
+            watcher.warned(str(warning.message))
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -1,0 +1,67 @@
+"""Options with a range: the dataclasses that describe data, partition, noise, model, training and method.
+
+They are plain frozen dataclasses, so the training path needs nothing but the standard library here. A
+range is kept in the field's metadata and checked whenever an object is made, by the command line and by
+library users alike; types and unknown keys are checked at the edge, in `config.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, ClassVar
+
+from fednoro.types import UserError
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """A dataclass field with a one-line description and bounds."""
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    return dataclasses.field(default=default, metadata={"help": help, "bounds": bounds})
+
+
+def allowed(field: dataclasses.Field[Any]) -> str:
+    """The field's range in words: `in [0, 1]`, `> 0`; empty where there is none."""
+    bounds = field.metadata.get("bounds", {})
+    ge, gt, le, lt = (bounds.get(key) for key in ("ge", "gt", "le", "lt"))
+    has_low, has_high = (ge, gt) != (None, None), (le, lt) != (None, None)
+    if has_low and has_high:
+        return f"in {f'({gt:g}' if gt is not None else f'[{ge:g}'}, {f'{lt:g})' if lt is not None else f'{le:g}]'}"
+    if has_low:
+        return f"> {gt:g}" if gt is not None else f">= {ge:g}"
+    if has_high:
+        return f"< {lt:g}" if lt is not None else f"<= {le:g}"
+    return ""
+
+
+def _inside(value: Any, bounds: Mapping[str, float | None]) -> bool:
+    holds = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+    return bool(abs(value) < math.inf) and all(
+        limit is None or holds[key](value, limit) for key, limit in bounds.items()
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Base of every options dataclass; `section` is its place in a configuration file."""
+
+    section: ClassVar[str] = ""
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Real) and allowed(field) and not _inside(value, field.metadata["bounds"]):
+                where = f"{self.section}.{field.name}" if self.section else field.name
+                raise UserError(f"{where} must be {allowed(field)}, got {value}")

@@ -1,0 +1,272 @@
+"""The run folder: everything that a resumed run, a report or a table needs.
+
+    config.yaml  environment.json  split.npz (partition, noise, what was flipped)
+    rounds.jsonl  clients.csv  detection.json  checkpoints/  model.safetensors  result.json
+
+Whole files are written beside their place and renamed into it. The two logs only grow; each checkpoint
+knows how long they were, so that a resumed run cuts off whatever a killed one wrote after it.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fednoro.clients import Client
+from fednoro.files import disk_errors, lock, write_json, write_whole
+from fednoro.rounds import Turn
+from fednoro.types import State, UserError, Weights
+
+CLIENT_COLUMNS = ("round", "task", "client", "status", "size", "loss", "weight", "distance", "lam", "reason")
+LOGS = ("rounds.jsonl", "clients.csv")
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A moment that a run can go on from."""
+
+    state: State
+    memories: Mapping[int, Mapping[str, Tensor]]  # what each client remembers
+    logs: Mapping[str, int]  # how long each log was
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the run was made with."""
+
+    def package(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    return {
+        "fednoro": package("fednoro"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "packages": {name: package(name) for name in ("torch", "numpy", "scikit-learn", "safetensors")},
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+class RunFolder:
+    """One run's files, held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: TextIO | None = None
+
+    def create(self) -> None:
+        """Makes the folder; an existing one is an error."""
+        with disk_errors(self.path):
+            try:
+                self.path.mkdir(parents=True)
+            except FileExistsError as error:
+                raise UserError(f"{self.path} exists already: choose another name=, or resume it") from error
+            (self.path / "checkpoints").mkdir()
+
+    def lock(self) -> None:
+        """Keeps a second process out; the lock goes with the process, however that ends."""
+        with disk_errors(self.path):
+            self._lock = (self.path / ".lock").open("w")
+        if not lock(self._lock):
+            self.unlock()
+            raise UserError(f"{self.path} is in use by another process")
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "result.json").exists()
+
+    # The logs
+
+    def record(self, turn: Turn) -> None:
+        """Appends what happened in one exchange."""
+        rows = io.StringIO()
+        writer = csv.DictWriter(rows, CLIENT_COLUMNS, lineterminator="\n")
+        log = self.path / "clients.csv"
+        if not log.exists() or log.stat().st_size == 0:
+            writer.writeheader()
+        number = turn.state.round + (1 if turn.evaluation is None else 0)
+        for answer in turn.answers:
+            note = turn.state.notes.get(answer.client, {})
+            known = {key: f"{value:.6g}" for key, value in {**answer.metrics, **note}.items() if key in CLIENT_COLUMNS}
+            row = {"round": number, "task": turn.task, "client": answer.client, "status": answer.status}
+            writer.writerow({**row, "size": answer.size, "reason": answer.reason, **known})
+        self._append("clients.csv", rows.getvalue())
+        if turn.evaluation is not None or turn.warnings:
+            self._append("rounds.jsonl", json.dumps(round_record(turn)) + "\n")
+        if "detection" in turn.state.memo and turn.task == "score":
+            write_json(self.path / "detection.json", turn.state.memo["detection"])
+
+    def _append(self, name: str, text: str) -> None:
+        path = self.path / name
+        with disk_errors(path), path.open("a", encoding="utf-8", newline="") as file:
+            file.write(text)
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """The records of the finished rounds."""
+        path = self.path / "rounds.jsonl"
+        if not path.exists():
+            return []
+        try:
+            *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")  # by a run that was killed meanwhile
+            return [record for record in map(json.loads, lines) if "bacc" in record]
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path} is damaged: {error}") from error
+
+    # Checkpoints
+
+    def snapshot(self, state: State, clients: Mapping[int, Client]) -> Snapshot:
+        """This moment, to be saved now or later."""
+        memories = {k: dict(client.memory) for k, client in clients.items()}
+        return Snapshot(state, memories, {name: _size(self.path / name) for name in LOGS})
+
+    def save(self, state: State, clients: Mapping[int, Client]) -> None:
+        """Saves all that is needed to go on from here."""
+        self.write(self.snapshot(state, clients))
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Writes a checkpoint, then drops older ones."""
+        state = snapshot.state
+        tensors = {"values": state.model.values, "counters": state.model.counters}
+        for k, memory in snapshot.memories.items():
+            tensors.update({f"memory.{k}.{name}": value for name, value in memory.items()})
+        # Copies, because safetensors refuses tensors that share storage.
+        tensors = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+        facts = {
+            "segments": state.model.segments,
+            "round": state.round,
+            "rounds": state.rounds,
+            "classes": state.classes,
+            "seed": state.seed,
+            "stage": state.stage,
+            "memo": state.memo,
+            "logs": snapshot.logs,
+        }
+        content = save(tensors, {"state": json.dumps({**facts, "checksum": _checksum(facts, tensors)})})
+        with disk_errors(self.path):
+            for name in LOGS:  # they must not be shorter than the checkpoint says, even after a power cut
+                _to_disk(self.path / name)
+        write_whole(self.path / "checkpoints" / f"round-{state.round:05d}.safetensors", content)
+        for old in self.checkpoints()[:-KEPT_CHECKPOINTS]:
+            old.unlink(missing_ok=True)
+
+    def checkpoints(self) -> list[Path]:
+        """Checkpoint files, oldest first."""
+        return sorted((self.path / "checkpoints").glob("round-*.safetensors"))
+
+    def restore(self, clients: Mapping[int, Client]) -> State | None:
+        """The newest checkpoint's state, with the clients' memories put back and the logs cut to it."""
+        with disk_errors(self.path):
+            for remains in self.path.rglob(".*.tmp"):
+                remains.unlink()
+        saved = self.checkpoints()
+        if not saved:
+            for name in LOGS:
+                (self.path / name).unlink(missing_ok=True)
+            return None
+        snapshot = load_checkpoint(saved[-1])
+        for name, size in snapshot.logs.items():
+            if _size(self.path / name) < size:
+                raise UserError(
+                    f"{self.path / name} is shorter than it was at checkpoint {saved[-1]}: "
+                    "delete that checkpoint to resume from the one before"
+                )
+        for name, size in snapshot.logs.items():
+            path = self.path / name
+            with disk_errors(path):
+                if path.exists():
+                    os.truncate(path, size)
+        for k, client in clients.items():
+            client.memory.clear()
+            client.memory.update(snapshot.memories.get(k, {}))
+        return snapshot.state
+
+
+def load_checkpoint(path: Path) -> Snapshot:
+    """What a checkpoint holds."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {})["state"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if facts.pop("checksum") != _checksum(facts, tensors):
+            raise ValueError("its checksum does not match")
+        logs, segments = facts.pop("logs"), tuple(facts.pop("segments"))
+        state = State(Weights(tensors.pop("values"), tensors.pop("counters"), segments), **facts)
+    except Exception as error:  # each kind of damage raises another type
+        why = f"it has no {error}" if isinstance(error, KeyError) else (str(error).splitlines() or ["unreadable"])[0]
+        raise UserError(f"checkpoint {path} is corrupt ({why}): delete it to resume from the one before") from error
+    memories: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        _, k, key = name.split(".", 2)
+        memories.setdefault(int(k), {})[key] = value
+    return Snapshot(state, memories, logs)
+
+
+def to_device(state: State, device: torch.device) -> State:
+    """The same state with its model on `device`."""
+    return replace(state, model=replace(state.model, values=state.model.values.to(device)))
+
+
+def round_record(turn: Turn) -> dict[str, Any]:
+    """One line of rounds.jsonl."""
+    record: dict[str, Any] = {"round": turn.state.round, "stage": turn.state.stage, "seconds": round(turn.seconds, 4)}
+    if turn.evaluation is not None:
+        trained = [a for a in turn.answers if a.status == "ok" and "loss" in a.metrics]
+        images = sum(a.size for a in trained)
+        record |= {
+            "bacc": turn.evaluation.bacc,
+            "loss": _number(turn.evaluation.loss),
+            "recall": [_number(value) for value in turn.evaluation.recall],
+            "confusion": turn.evaluation.confusion.tolist(),
+            "train_loss": _number(sum(a.metrics["loss"] * a.size for a in trained) / images) if images else None,
+            "clients": len(trained),
+        }
+    failed = [a.client for a in turn.answers if a.status != "ok"]
+    return record | ({"failed": failed} if failed else {}) | ({"warnings": turn.warnings} if turn.warnings else {})
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _to_disk(path: Path) -> None:
+    if path.exists():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+
+
+def _checksum(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

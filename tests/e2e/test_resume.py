@@ -1,0 +1,189 @@
+"""Runs that are killed, again and again, and end with the same bits as one that was left alone.
+
+The processes are real and die by SIGKILL; they are forked from a server that has loaded torch already, so
+that a life costs a tenth of a second and not five.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fednoro import experiment
+from fednoro.runs import RunFolder
+from fednoro.types import UserError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+
+ROUNDS, WARMUP = 48, 5
+TINY = (
+    "digits", "data=synthetic", "data.images=160", "data.classes=4", "data.size=8", "data.channels=1",
+    "partition.clients=5", "noise.epochs=60", "model.width=4", "train.epochs=1", "train.batch=32",
+    f"train.rounds={ROUNDS}", f"method.warmup={WARMUP}", "device=cpu",
+    "train.participation=0.8", "train.failures=0.1", "train.augment.rotate=10", "train.augment.flip=true",
+)  # fmt: skip
+
+Start = Callable[..., ForkServerProcess]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts `target(*args)` in a process of its own."""
+    context: ForkServerContext = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fednoro.experiment", "sklearn.datasets", "sklearn.mixture"])
+    started: list[ForkServerProcess] = []
+
+    def begin(target: Callable[..., Any], *args: str) -> ForkServerProcess:
+        process = context.Process(target=target, args=args)
+        process.start()
+        started.append(process)
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # on busy cores the threads of a tiny network wait for each other
+        yield begin
+    for process in started:
+        process.kill()
+        process.join()
+        process.close()
+
+
+def run_to_the_end(start: Start, out: Path, *overrides: str) -> Path:
+    finish(start(experiment.run, *TINY, f"out={out}", "name=run", *overrides))
+    return out / "run"
+
+
+def finish(process: ForkServerProcess) -> None:
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_to_the_end(start, tmp_path_factory.mktemp("undisturbed"))
+
+
+def rounds(folder: Path) -> list[dict[str, Any]]:
+    """All that is recorded of each round but the time it took."""
+    lines = (folder / "rounds.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "clients.csv", "detection.json")}
+    with np.load(folder / "split.npz") as split:
+        return files | {name: split[name].tobytes() for name in ("members", "observed", "test")}
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    assert [record["bacc"] for record in rounds(folder) if "bacc" in record] == list(experiment.load(other).bacc)
+    assert rounds(folder) == rounds(other)
+    assert results(folder) == results(other)
+    assert not [path.name for path in folder.rglob(".*.tmp")]
+
+
+def written(folder: Path) -> int:
+    """How many lines the log of rounds has by now."""
+    log = folder / "rounds.jsonl"
+    return log.read_bytes().count(b"\n") if log.exists() else 0
+
+
+def wait_until(condition: Callable[[], bool], process: ForkServerProcess) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.is_alive() and time.monotonic() < deadline, "the run ended before it could be killed"
+        time.sleep(0.001)
+
+
+def kill(process: ForkServerProcess) -> None:
+    process.kill()
+    process.join()
+    assert process.exitcode == -9, "the run had ended before it was killed"
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_ten_kills_at_random_moments_change_nothing(
+    every: int, start: Start, undisturbed: Path, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(every)
+    folder, reached = tmp_path / "run", []
+    pace = experiment.load(undisturbed).seconds / ROUNDS
+    process = start(experiment.run, *TINY, f"out={tmp_path}", "name=run", f"checkpoint_every={every}")
+    wait_until((folder / "config.yaml").exists, process)
+    for _ in range(10):
+        seen = written(folder) + int(rng.integers(4))
+        wait_until(lambda seen=seen: written(folder) >= seen, process)  # type: ignore[misc]
+        time.sleep(rng.uniform(0, 2 * pace))
+        kill(process)
+        reached.append(written(folder))
+        assert not (folder / "result.json").exists()
+        process = start(experiment.resume, str(folder))
+    finish(process)
+
+    assert len(set(reached)) >= 5 and reached[-1] > WARMUP, f"kills landed at rounds {reached} only"
+    assert_same(folder, undisturbed)
+
+
+def test_a_kill_while_the_annotators_train_changes_nothing(start: Start, undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(experiment.run, *TINY, f"out={tmp_path}", "name=run")
+    wait_until((folder / "environment.json").exists, process)
+    time.sleep(0.05)
+    kill(process)
+    assert not (folder / "split.npz").exists() and (folder / "config.yaml").exists()
+    finish(start(experiment.resume, str(folder)))
+    assert_same(folder, undisturbed)
+
+
+def test_a_corrupt_checkpoint_is_refused_and_the_one_before_leads_to_the_same_bits(
+    start: Start, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = start(experiment.run, *TINY, f"out={tmp_path}", "name=run", "checkpoint_every=2")
+    wait_until(lambda: written(folder) > WARMUP + 6, process)
+    kill(process)
+    shutil.copytree(folder, tmp_path / "bare")
+
+    *_, newest = RunFolder(folder).checkpoints()
+    content = bytearray(newest.read_bytes())
+    content[-5] ^= 1
+    newest.write_bytes(content)
+    with pytest.raises(UserError, match=rf"checkpoint {newest} is corrupt .*: delete it to resume from the one before"):
+        experiment.resume(folder)
+    newest.unlink()
+    finish(start(experiment.resume, str(folder)))
+    assert_same(folder, undisturbed)
+
+    for checkpoint in RunFolder(tmp_path / "bare").checkpoints():
+        checkpoint.unlink()
+    finish(start(experiment.resume, str(tmp_path / "bare")))
+    assert_same(tmp_path / "bare", undisturbed)
+
+
+def test_two_processes_cannot_play_the_same_run(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(experiment.run, *TINY, f"out={tmp_path}", "name=run")
+    wait_until(lambda: written(folder) > 0, process)
+    with pytest.raises(UserError, match="in use by another process"):
+        experiment.resume(folder)
+    assert process.is_alive()
+    kill(process)
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
+    start: Start, undisturbed: Path, tmp_path: Path
+) -> None:
+    assert_same(run_to_the_end(start, tmp_path / "same"), undisturbed)
+    other = run_to_the_end(start, tmp_path / "other", "seed=1")
+    assert all(results(other)[name] != content for name, content in results(undisturbed).items())
+    assert experiment.load(other).bacc != experiment.load(undisturbed).bacc
