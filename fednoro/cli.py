@@ -214,7 +214,7 @@ def main() -> None:
 
     warnings.showwarning = show  # type: ignore[assignment]
     try:
-        app(prog_name="fednoro", standalone_mode=False)
+        code = app(prog_name="fednoro", standalone_mode=False)  # 130 where typer met Ctrl-C first
     except UserError as error:
         _complain("error:", "red", error)
         sys.exit(2)
@@ -227,6 +227,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
+    sys.exit(code)
 
 
 def _complain(word: str, colour: str, message: object) -> None:

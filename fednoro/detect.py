@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self, get_args
 
@@ -85,8 +85,14 @@ class NoisyClientDetector:
                 raise UserError(f"{name} must be one of {', '.join(get_args(names))}, got {value!r}")
         self.behaviour, self.covariance, self.normalise, self.seed = behaviour, covariance, normalise, seed
 
-    def fit(self, losses: ArrayLike, counts: ArrayLike | None = None) -> Self:
-        """Fits the mixture to K×C mean losses; missing are NaNs and, with `counts` given, classes without samples."""
+    def fit(self, losses: ArrayLike, counts: ArrayLike | None = None, names: Sequence[str] | None = None) -> Self:
+        """Fits the mixture to K×C mean losses; missing are NaNs and, with `counts` given, classes without samples.
+
+        Args:
+            losses: mean loss of each client on each of its classes.
+            counts: samples behind each mean.
+            names: what warnings call the clients; their row numbers if not given.
+        """
         table, self.scored_ = _read(losses, counts)
         self.filled_, self.normalised_ = np.full_like(table, np.nan), np.full_like(table, np.nan)
         unheld: BoolArray = np.all(np.isnan(table[self.scored_]), axis=0)
@@ -111,18 +117,20 @@ class NoisyClientDetector:
         if self.mixture_ is None:
             _warn(self.reason_)
         if not self.scored_.all():
-            _warn(f"clients without usable scores, not trusted: {_listed(~self.scored_)}")
+            _warn(f"clients without usable scores, not trusted: {_listed(~self.scored_, names)}")
             self.reason_ += f"; {int((~self.scored_).sum())} without usable scores not trusted"
         return self
 
-    def predict(self, losses: ArrayLike, counts: ArrayLike | None = None) -> tuple[BoolArray, FloatArray]:
+    def predict(
+        self, losses: ArrayLike, counts: ArrayLike | None = None, names: Sequence[str] | None = None
+    ) -> tuple[BoolArray, FloatArray]:
         """Verdicts and posteriors of clients that come later, on the scale and under the mixture of the fit."""
         self._check_fitted()
         table, scored = _read(losses, counts)
         if table.shape[1] != len(self.low_):
             raise UserError(f"losses must have {len(self.low_)} classes as in fit, got {table.shape[1]}")
         if not scored.all():
-            _warn(f"clients without usable scores, not trusted: {_listed(~scored)}")
+            _warn(f"clients without usable scores, not trusted: {_listed(~scored, names)}")
         rows = np.where(np.isnan(table), self.low_, table)
         points = _scale(rows, self.low_, self.high_) if self.normalise else rows
         return self._judge(np.where(scored[:, None], points, np.nan))
@@ -240,8 +248,8 @@ def _thread_pools() -> Any:
     return ThreadpoolController()  # looks through all loaded libraries, so once is enough
 
 
-def _listed(mask: BoolArray) -> str:
-    return ", ".join(map(str, np.flatnonzero(mask)))
+def _listed(mask: BoolArray, names: Sequence[str] | None = None) -> str:
+    return ", ".join(str(i) if names is None else names[i] for i in np.flatnonzero(mask).tolist())
 
 
 def _plain(array: FloatArray | BoolArray) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fednoro.clients import Client
 from fednoro.config import Config, dump, resolve, section_name
 from fednoro.data.dataset import Dataset
-from fednoro.engine import EagerEngine, choose_device
+from fednoro.engine import EagerEngine, choose_device, worthwhile_threads
 from fednoro.federation import Federation, assemble, fingerprint
 from fednoro.files import disk_errors, write_json, write_whole
 from fednoro.metrics import best_last, confusion, detection
@@ -149,6 +149,13 @@ def _carry_on(folder: RunFolder, config: Config, device: torch.device, watcher: 
     with _warnings_to(watcher):
         dataset = config.data.load(config.seed, watcher.progress)
         lab = _Lab(config, dataset, device)
+    with worthwhile_threads(lab.network(), (config.train.batch, lab.inputs, *dataset.images.shape[1:3])):
+        return _train(folder, lab, watcher)
+
+
+def _train(folder: RunFolder, lab: _Lab, watcher: Watcher) -> Run:
+    config, dataset, device = lab.config, lab.dataset, lab.device
+    with _warnings_to(watcher):
         start = Packed(lab.network()).weights()  # before the annotators: a model that cannot be built fails at once
         federation = _federation(folder, lab, watcher)
         clients = {client.id: client for client in federation.clients()}
@@ -225,16 +232,9 @@ def _federation(folder: RunFolder, lab: _Lab, watcher: Watcher) -> Federation:
         if federation.fingerprint != fingerprint(lab.dataset):
             raise UserError(f"the data has changed since {folder.path} began: it cannot be resumed")
         return federation
-    done = 0
-
-    def annotate(k: int, index: IntArray) -> FloatArray:
-        nonlocal done
-        probabilities = lab.annotate(k, index)
-        done += 1
-        watcher.progress("training annotators", done, 0)
-        return probabilities
-
-    federation = assemble(lab.dataset, config.test, config.partition, config.noise, config.seed, annotate)
+    federation = assemble(
+        lab.dataset, config.test, config.partition, config.noise, config.seed, lab.annotate, watcher.progress
+    )
     federation.save(path)
     return federation
 

@@ -88,6 +88,7 @@ def assemble(
     noise: Kind,
     seed: int,
     annotate: Callable[[int, IntArray], FloatArray],
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Federation:
     """Splits the data, shares the training part out to clients, and adds noise to their labels."""
     train, held_out = train_test(dataset.labels, test, generator(seed, "split"), dataset.groups)
@@ -99,6 +100,7 @@ def assemble(
         ids=dataset.ids,
         rng=partial(generator, seed),
         annotate=annotate,
+        progress=progress,
     )
     outcome = noise.apply(dataset.labels, indices, context)
     return Federation(

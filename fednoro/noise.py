@@ -225,6 +225,7 @@ class Context:
     ids: tuple[str, ...] | None
     rng: Callable[..., np.random.Generator]  # (purpose, *keys)
     annotate: Callable[[int, IntArray], FloatArray]  # (client, its indices) → N_k×C of an annotator trained on them
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,8 @@ def _on_noisy_clients(
         warnings.warn(message, FedNoRoWarning, stacklevel=3)
     observed = np.array(labels, dtype=np.int64)
     chosen = np.sort(context.rng("noise.clients").choice(len(parts), n, replace=False))
-    for k in chosen.tolist():
+    for done, k in enumerate(chosen.tolist()):
+        context.progress("making labels noisy, client by client", done, n)
         observed[parts[k]] = relabel(k, labels[parts[k]], context.rng("noise", k))
     rates = _changed(observed, labels, parts)
     for k in chosen[rates[chosen] == 0]:

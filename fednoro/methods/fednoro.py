@@ -16,19 +16,14 @@ Stage 2, rounds T1+1..T: clean clients as before. Noisy ones learn from the rece
 and the server weighs each model by its distance to the nearest clean one:
 
     d(k) = min_{j ∈ S_c} ‖w_k − w_j‖₂,   D(k) = d(k) / max_j d(j),   w_g = Σ_k N_k e^{−D(k)} w_k / Σ_j N_j e^{−D(j)}
-
-A client that has not been scored (it was absent, it failed, it sent NaN) is treated as noisy until it is;
-it is asked again whenever it is drawn, and judged by the mixture already fitted.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +33,7 @@ from fednoro.losses import distill, gaussian_ramp, log_prior, logit_adjusted_ce,
 from fednoro.methods.fedavg import Method, advance, nobody_answered
 from fednoro.options import option
 from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, Site, State, Step, Task, UserError
+from fednoro.verdicts import judge, unscored, verdicts
 
 
 @dataclass(frozen=True)
@@ -61,12 +57,8 @@ class FedNoRo(Method):
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
         if state.round < self.warmup:
             return {k: Task("train", state.round, state.model) for k in clients.drawn}
-        if state.memo.get("asked_in") != state.round:
-            scored = {int(k) for k, row in _judged(state).items() if row["posterior"] is not None}
-            asked = clients.drawn if "detector" in state.memo else clients.present
-            unknown = [k for k in asked if k not in scored]
-            if unknown:
-                return {k: Task("score", state.round, state.model) for k in unknown}
+        if unknown := unscored(state, clients):
+            return {k: Task("score", state.round, state.model) for k in unknown}
         noisy, lam = verdicts(state), self.lam(state)
         return {
             k: Task("train", state.round, state.model, {"lam": lam} if noisy.get(k, True) else {})
@@ -101,49 +93,14 @@ class FedNoRo(Method):
 
     def fold(self, state: State, replies: Replies) -> State:
         if replies.task == "score":
-            return self._judge(state, list(replies))
+            detector = NoisyClientDetector(self.behaviour, self.covariance, seed=state.seed)
+            return judge(state, list(replies), detector)
         if state.round < self.warmup:
             return replace(super().fold(state, replies), stage="warm-up")
         noisy = verdicts(state)
         # Among clean clients every distance is 0: FedAvg, to the bit, without holding all models.
         fold = self._aggregate if any(noisy.get(k, True) for k in replies.asked) else super().fold
         return replace(fold(state, replies), stage="noise-robust training")
-
-    def _judge(self, state: State, scores: list[Reply]) -> State:
-        memo = {**state.memo, "asked_in": state.round}
-        if not scores:
-            warnings.warn(
-                f"round {state.round + 1}: no client could be scored, those not known are treated as noisy",
-                FedNoRoWarning,
-                stacklevel=2,
-            )
-            return replace(state, memo=memo, stage="detection", notes={})
-        judged = {
-            str(reply.client): {
-                "losses": [float(v) if np.isfinite(v) else None for v in reply.arrays["losses"]],
-                "counts": [int(n) for n in reply.arrays["counts"]],
-                "round": state.round,
-            }
-            for reply in scores
-        }
-        fitted = memo.get("detector", {}).get("mixture") is not None
-        if not fitted:  # with a late client there may be two groups: everybody known is judged anew
-            judged = {**_judged(state), **judged}
-        losses = np.array([row["losses"] for row in judged.values()], dtype=np.float64)  # None becomes NaN
-        counts = np.array([row["counts"] for row in judged.values()], dtype=np.float64)
-        if fitted:
-            noisy, posterior = NoisyClientDetector.from_dict(memo["detector"]).predict(losses, counts)
-            reason = memo["detection"]["reason"]
-        else:
-            detector = NoisyClientDetector(self.behaviour, self.covariance, seed=state.seed).fit(losses, counts)
-            noisy, posterior, reason = detector.noisy_, detector.posterior_, detector.reason_
-            memo["detector"] = detector.to_dict()
-        judged = {
-            k: {**row, "noisy": bool(flag), "posterior": float(p) if np.isfinite(p) else None}
-            for (k, row), flag, p in zip(judged.items(), noisy, posterior, strict=True)
-        }
-        memo["detection"] = {"reason": reason, "clients": {**_judged(state), **judged}}
-        return replace(state, memo=memo, stage="detection", notes={})
 
     def _aggregate(self, state: State, replies: Replies) -> State:
         kept = [reply for reply in replies if reply.weights is not None]
@@ -164,14 +121,3 @@ class FedNoRo(Method):
             note = {"weight": float(shares[i]), "distance": float(distances[i])}
             notes[reply.client] = {**note, "lam": lam} if flags[i] else note
         return advance(state, average(zip(models, shares.tolist(), strict=True)), notes)
-
-
-def verdicts(state: State) -> dict[int, bool]:
-    """Who is noisy, as far as it is known; a client that could not be scored counts as noisy."""
-    return {int(k): bool(row["noisy"]) for k, row in _judged(state).items()}
-
-
-def _judged(state: State) -> Mapping[str, Any]:
-    detection: Mapping[str, Any] = state.memo.get("detection", {})
-    clients: Mapping[str, Any] = detection.get("clients", {})
-    return clients

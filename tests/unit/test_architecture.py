@@ -19,6 +19,7 @@ LAYERS = (
     ("types",),
     ("options", "seeds", "files"),
     ("data", "partition", "noise", "losses", "detect", "aggregate", "metrics", "training", "models", "clients"),
+    ("verdicts",),
     ("methods",),
     ("engine",),
     ("rounds",),

@@ -18,7 +18,6 @@ from fednoro.data.dataset import Dataset
 from fednoro.engine.eager import EagerEngine
 from fednoro.losses import distill, log_prior
 from fednoro.methods import FedLA, FedNoRo, Method
-from fednoro.methods.fednoro import verdicts
 from fednoro.models import Cnn, Packed, initialise
 from fednoro.rounds import Evaluation, Turn, play
 from fednoro.training import Augment, Training
@@ -35,6 +34,7 @@ from fednoro.types import (
     UserError,
     Weights,
 )
+from fednoro.verdicts import verdicts
 
 NAN = math.nan
 NOTHING = Evaluation(np.eye(3, dtype=np.int64), 0.0)

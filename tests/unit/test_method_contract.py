@@ -216,16 +216,16 @@ def run_without_values(sample: Sample) -> Tensor:
 
 
 @functools.cache
-def recorded(method: Method) -> tuple[Lab, list[Sample]]:
+def recorded(method: Method) -> tuple[Lab, list[State]]:
     lab = Lab(MIXED)
-    assert [turn.state.round for turn in turns(method, lab)][-1] == ROUNDS
-    return lab, lab.samples
+    states = [turn.state for turn in turns(method, lab)]
+    assert states[-1].round == ROUNDS
+    return lab, states
 
 
 @every_variant
 def test_loss_reads_no_tensor_value_for_any_structure_that_a_run_produces(method: Method) -> None:
-    _, samples = recorded(method)
-    by_structure = {sample.structure: sample for sample in samples}
+    by_structure = {sample.structure: sample for sample in recorded(method)[0].samples}
     assert {len(sample.x) for sample in by_structure.values()} >= {1, BATCH}
     for sample in by_structure.values():
         assert run_without_values(sample).shape == ()
@@ -242,16 +242,16 @@ def test_reading_a_tensor_value_is_noticed() -> None:
     def uses_numpy(step: Step) -> Tensor:
         return step.net(step.x).mean() * float(step.x.numpy().sum())
 
-    _, samples = recorded(Method())
+    sample = recorded(Method())[0].samples[0]
     for impure in (reads_an_item, branches_on_a_value, uses_numpy):
         with pytest.raises(RuntimeError):
-            run_without_values(replace(samples[0], loss=impure))
+            run_without_values(replace(sample, loss=impure))
 
 
 @every_variant
 def test_loss_is_deterministic_and_leaves_its_inputs_alone(method: Method) -> None:
-    lab, samples = recorded(method)
-    for sample in {sample.structure: sample for sample in samples}.values():
+    lab, _ = recorded(method)
+    for sample in {sample.structure: sample for sample in lab.samples}.values():
         inputs = [sample.x.clone(), sample.y.clone(), sample.index.clone(), sample.u.clone()]
         chance = torch.get_rng_state()
         first = sample.loss(step_of(sample, lab)).detach().clone()
@@ -268,9 +268,9 @@ def test_loss_is_deterministic_and_leaves_its_inputs_alone(method: Method) -> No
 
 @every_variant
 def test_loss_and_gradients_are_finite_on_every_kind_of_client(method: Method) -> None:
-    lab, samples = recorded(method)
-    assert len(samples) >= ROUNDS * sum(-(-len(part) // BATCH) for part in MIXED)
-    for sample in samples:
+    lab, _ = recorded(method)
+    assert len(lab.samples) >= ROUNDS * sum(-(-len(part) // BATCH) for part in MIXED)
+    for sample in lab.samples:
         step = step_of(sample, lab)
         lab.net.gradient.zero_()
         value = sample.loss(step)
@@ -356,13 +356,12 @@ def test_training_fits_the_clients_labels(method: Method) -> None:
 
 @every_variant
 def test_same_seed_gives_the_same_bits_whatever_the_order_of_the_clients(method: Method) -> None:
-    one, two = Spy(method), Spy(method)
-    once = list(turns(one, Lab(MIXED)))
-    again = list(turns(two, Lab(MIXED), clients=(3, 1, 4, 0, 2)))
-    assert len(once) == len(again) and all(same(a.state, b.state) for a, b in zip(once, again, strict=True))
-    for spy in (one, two):
-        for _, _, replies, _ in spy.folds:
-            assert [reply.client for reply in replies] == [0, 1, 2, 3, 4]
+    spy = Spy(method)
+    again = [turn.state for turn in turns(spy, Lab(MIXED), clients=(3, 1, 4, 0, 2))]
+    once = recorded(method)[1]
+    assert len(once) == len(again) and all(map(same, once, again))
+    for _, _, replies, _ in spy.folds:
+        assert [reply.client for reply in replies] == [0, 1, 2, 3, 4]
 
 
 @every_method

@@ -1,0 +1,72 @@
+"""Verdicts about clients, as they are kept in a state's memo and written to detection.json.
+
+A client that has not been scored (it was absent, it failed, it sent NaN) counts as noisy until it is. It is
+asked again whenever it is drawn, and judged by the mixture already fitted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fednoro.detect import NoisyClientDetector
+from fednoro.types import Clients, FedNoRoWarning, Reply, State
+
+
+def unscored(state: State, clients: Clients) -> list[int]:
+    """Whom to score now, asked at most once a round: everyone at first, later those drawn who have no score yet."""
+    if state.memo.get("asked_in") == state.round:
+        return []
+    known = {int(k) for k, row in _judged(state).items() if row["posterior"] is not None}
+    asked = clients.drawn if "detector" in state.memo else clients.present
+    return [k for k in asked if k not in known]
+
+
+def verdicts(state: State) -> dict[int, bool]:
+    """Who is noisy, as far as it is known."""
+    return {int(k): bool(row["noisy"]) for k, row in _judged(state).items()}
+
+
+def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) -> State:
+    """Fits `detector` to the clients' class losses, or uses the one fitted before; records what it says."""
+    memo = {**state.memo, "asked_in": state.round}
+    if not scores:
+        message = f"round {state.round + 1}: no client could be scored, those not known are treated as noisy"
+        warnings.warn(message, FedNoRoWarning, stacklevel=2)
+        return replace(state, memo=memo, stage="detection", notes={})
+    rows = {
+        str(reply.client): {
+            "losses": [float(v) if np.isfinite(v) else None for v in reply.arrays["losses"]],
+            "counts": [int(n) for n in reply.arrays["counts"]],
+            "round": state.round,
+        }
+        for reply in scores
+    }
+    fitted = memo.get("detector", {}).get("mixture") is not None
+    if not fitted:  # with a late client there may be two groups: everybody known is judged anew
+        rows = {**_judged(state), **rows}
+    losses = np.array([row["losses"] for row in rows.values()], dtype=np.float64)  # None becomes NaN
+    counts = np.array([row["counts"] for row in rows.values()], dtype=np.float64)
+    if fitted:
+        noisy, posterior = NoisyClientDetector.from_dict(memo["detector"]).predict(losses, counts, list(rows))
+        reason = memo["detection"]["reason"]
+    else:
+        detector.fit(losses, counts, list(rows))
+        noisy, posterior, reason = detector.noisy_, detector.posterior_, detector.reason_
+        memo["detector"] = detector.to_dict()
+    judged = {
+        k: {**row, "noisy": bool(flag), "posterior": float(p) if np.isfinite(p) else None}
+        for (k, row), flag, p in zip(rows.items(), noisy, posterior, strict=True)
+    }
+    memo["detection"] = {"reason": reason, "clients": {**_judged(state), **judged}}
+    return replace(state, memo=memo, stage="detection", notes={})
+
+
+def _judged(state: State) -> Mapping[str, Any]:
+    detection: Mapping[str, Any] = state.memo.get("detection", {})
+    clients: Mapping[str, Any] = detection.get("clients", {})
+    return clients
