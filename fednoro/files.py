@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,17 +44,19 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
-def lock(file: IO[Any]) -> bool:
+def take_lock(file: IO[Any]) -> bool:
     """Takes the file's lock, which goes with the process however that ends; False if another holds it."""
     try:
-        if os.name == "nt":
+        if sys.platform == "win32":
             import msvcrt
 
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
+            return False
+        raise
     return True

@@ -142,6 +142,8 @@ class Factory(Options):
             factory = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError, TypeError) as error:  # TypeError: a relative name
             raise UserError(f"model.factory {self.factory!r} cannot be imported: {error}") from error
+        if not callable(factory):
+            raise UserError(f"model.factory {self.factory!r} is a {type(factory).__name__}, not a function")
         net = factory(channels=channels, classes=classes, **self.options)
         if not isinstance(net, nn.Module):
             raise UserError(f"model.factory {self.factory!r} returned {type(net).__name__}, not a torch.nn.Module")
@@ -179,7 +181,7 @@ def load_pretrained(net: nn.Module, path: Path) -> None:
         )
     if missing:
         warnings.warn(f"{path.name} has no classifier for these classes: it starts fresh", FedNoRoWarning, stacklevel=2)
-    net.load_state_dict({**own, **{key: value.to(own[key].dtype) for key, value in fits.items()}})
+    net.load_state_dict({**own, **fits})
 
 
 def initialise(model: Model, channels: int, classes: int, seed: int, purpose: str = "model", *keys: int) -> nn.Module:

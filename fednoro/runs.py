@@ -29,7 +29,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fednoro.clients import Client
-from fednoro.files import disk_errors, lock, write_json, write_whole
+from fednoro.files import disk_errors, take_lock, write_json, write_whole
 from fednoro.rounds import Turn
 from fednoro.types import State, UserError, Weights
 
@@ -88,7 +88,8 @@ class RunFolder:
         """Keeps a second process out; the lock goes with the process, however that ends."""
         with disk_errors(self.path):
             self._lock = (self.path / ".lock").open("w")
-        if not lock(self._lock):
+            free = take_lock(self._lock)
+        if not free:
             self.unlock()
             raise UserError(f"{self.path} is in use by another process")
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # so that `fednoro --help` does not wait for torch
     from collections.abc import Callable
+
+    from torch import Tensor, nn
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -17,7 +17,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import time
 import warnings
 from collections import Counter, deque
@@ -32,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednoro.data.dataset import Dataset
+from fednoro.files import take_lock
 from fednoro.types import FedNoRoWarning, UserError
 
 VERSION = 1
@@ -291,7 +291,7 @@ def _lock(path: Path, wait: bool) -> Iterator[bool]:
     """Holds the lock file and removes it afterwards; without `wait`, yields False where another process has it."""
     while True:
         with path.open("a") as handle:
-            if _acquire(handle) and _is_still(path, handle):
+            if take_lock(handle) and _is_still(path, handle):
                 try:
                     yield True
                 finally:
@@ -302,23 +302,6 @@ def _lock(path: Path, wait: bool) -> Iterator[bool]:
             yield False
             return
         time.sleep(0.1)
-
-
-def _acquire(handle: IO[str]) -> bool:
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK):
-            return False
-        raise
-    return True
 
 
 def _is_still(path: Path, handle: IO[str]) -> bool:

@@ -43,6 +43,7 @@ class EagerEngine:
     ) -> None:
         if device.type == "cuda":
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+            torch.backends.cudnn.allow_tf32 = False  # a reference that keeps all of float32's digits
         self.device, self.seed, self.training = device, seed, training
         self.classes = len(dataset.classes)
         self.images = Images(dataset.images, inputs, training.augment, device)

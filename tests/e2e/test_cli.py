@@ -102,6 +102,7 @@ def _one_thread() -> Iterator[None]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
     out = tmp_path_factory.mktemp("finished")
     ended = process("run", *TINY, f"out={out}")
+    assert ended.code == 0, ended
     return ended, out / "synthetic-fednoro-seed0"
 
 

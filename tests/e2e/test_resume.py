@@ -12,16 +12,18 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from fednoro import experiment
+from fednoro.methods import METHODS, Method
 from fednoro.runs import RunFolder
-from fednoro.types import UserError
+from fednoro.types import Reply, Site, Task, UserError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
@@ -187,3 +189,47 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
     other = run_to_the_end(start, tmp_path / "other", "seed=1")
     assert all(results(other)[name] != content for name, content in results(undisturbed).items())
     assert experiment.load(other).bacc != experiment.load(undisturbed).bacc
+
+
+@dataclass(frozen=True)
+class Relabelling(Method):
+    """Not registered: clients remember labels that change in every round, so half a round must not be saved."""
+
+    stop: ClassVar[tuple[int, int] | None] = None
+
+    def work(self, task: Task, site: Site) -> Reply:
+        site.memory["labels"] = (site.labels + 1) % site.classes
+        if (task.round, site.client) == self.stop:
+            raise KeyboardInterrupt
+        return super().work(task, site)
+
+
+@pytest.mark.parametrize("moment", ["while a client trains", "between the two logs"])
+def test_an_interrupt_in_the_middle_of_a_round_saves_the_round_before(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "relabelling", Relabelling)
+    settings = [item for item in TINY if not item.startswith("method.")]
+    overrides = ("method=relabelling", "train.rounds=5", "noise.epochs=1", "train.participation=1", "train.failures=0")
+    whole = experiment.run(*settings, *overrides, f"out={tmp_path}", "name=whole")
+
+    with monkeypatch.context() as patch:
+        if moment == "while a client trains":
+            patch.setattr(Relabelling, "stop", (3, 2))
+        else:
+            append = RunFolder._append
+
+            def interrupted(folder: RunFolder, name: str, text: str) -> None:
+                if name == "rounds.jsonl" and '"round": 4' in text:
+                    raise KeyboardInterrupt
+                append(folder, name, text)
+
+            patch.setattr(RunFolder, "_append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            experiment.run(*settings, *overrides, f"out={tmp_path}", "name=run")
+    folder = tmp_path / "run"
+    assert [path.name for path in RunFolder(folder).checkpoints()] == ["round-00003.safetensors"]
+    assert experiment.resume(folder).bacc == whole.bacc
+    assert (folder / "model.safetensors").read_bytes() == (whole.folder / "model.safetensors").read_bytes()
+    assert (folder / "clients.csv").read_bytes() == (whole.folder / "clients.csv").read_bytes()
+    assert rounds(folder) == rounds(whole.folder)

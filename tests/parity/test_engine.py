@@ -222,6 +222,7 @@ def test_dropout_is_drawn_from_the_seed_and_leaves_torchs_own_state_alone() -> N
     first = lab.site(lab.clients[0]).train(task, cross_entropy, {})[0]
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
+    lab.net.net.eval()  # training turns dropout on by itself
     assert same(lab.site(lab.clients[0]).train(task, cross_entropy, {})[0], first)
 
 
@@ -439,9 +440,9 @@ def test_logits_follow_the_weights_they_are_asked_for_even_after_training() -> N
 def test_logits_can_be_the_target_of_a_later_loss() -> None:
     lab = engine(dataset())
     task, site = Task("score", 0, start(lab)), lab.site(lab.clients[0])
-    target = site.logits(task, task.weights).softmax(1)
+    target = site.logits(task, task.weights)
     student = torch.zeros(10, CLASSES, requires_grad=True)
-    F.cross_entropy(student, target).backward()  # type: ignore[no-untyped-call]
+    F.mse_loss(student, target).backward()  # type: ignore[no-untyped-call]
     assert student.grad is not None
     assert student.grad.abs().sum() > 0
 
@@ -512,14 +513,14 @@ def test_training_on_cuda_is_close_to_the_cpu_and_bit_identical_to_itself(
     assert same(received, repeated)
     assert torch.equal(received.counters.cpu(), expected.counters)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
-    assert distance(on_cuda.net.gradient, on_cpu.net.gradient) < 1e-4 * on_cpu.net.gradient.norm()
+    assert distance(on_cuda.net.gradient, on_cpu.net.gradient) < 1e-4 * float(on_cpu.net.gradient.norm())
     assert distance(received.values, expected.values) < 1e-2 * distance(expected.values, here.values)
     logits = on_cuda.logits(there, np.arange(20)).cpu()
     torch.testing.assert_close(logits, on_cpu.logits(here, np.arange(20)), rtol=1e-4, atol=1e-4)
 
 
-def distance(a: Tensor, b: Tensor) -> Tensor:
-    return (a.cpu() - b.cpu()).norm()
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.cpu() - b.cpu()).norm())
 
 
 @pytest.mark.cuda

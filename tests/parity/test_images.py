@@ -136,10 +136,10 @@ def test_a_read_only_memory_map_gives_the_same_batches_without_warnings(tmp_path
 
 
 def test_a_memory_map_is_read_batch_by_batch_on_the_cpu(tmp_path: Path) -> None:
-    mapped = np.memmap(tmp_path / "images", np.uint8, "w+", shape=(2, 3, 3, 1))
-    images = Images(mapped, 1, PLAIN, CPU)
+    file = np.memmap(tmp_path / "images", np.uint8, "w+", shape=(2, 3, 3, 1))
+    images = Images(np.memmap(tmp_path / "images", np.uint8, "r", shape=(2, 3, 3, 1)), 1, PLAIN, CPU)
     before = images.batch(torch.tensor([1]))
-    mapped[1] = 255
+    file[1] = 255
     assert not torch.equal(images.batch(torch.tensor([1])), before)
 
 

@@ -76,7 +76,7 @@ def test_the_papers_presets_hold_the_papers_settings(
 ) -> None:
     config = with_data(preset)
     assert config.test == 0.3
-    assert dataclasses.asdict(config.partition) == {"clients": 20, "p": p, "alpha": alpha}  # type: ignore[call-overload]
+    assert dataclasses.asdict(config.partition) == {"clients": 20, "p": p, "alpha": alpha}
     assert section_name(config, "partition") == "bernoulli_dirichlet"
     assert isinstance(config.noise, HIDN) and config.noise.rate == 0.4
     assert (config.noise.low, config.noise.high) == flips
@@ -134,7 +134,7 @@ def test_overrides_reach_every_level() -> None:
     )
     assert (config.seed, config.train.rounds, config.train.augment.rotate) == (7, 20, 5.0)
     assert config.method.warmup == 3  # type: ignore[attr-defined]
-    assert config.noise == dataclasses.replace(resolve("digits").noise, low=0.6)  # type: ignore[type-var]
+    assert config.noise == dataclasses.replace(resolve("digits").noise, low=0.6)
 
 
 def test_numbers_may_be_written_as_people_write_them() -> None:
@@ -183,7 +183,7 @@ def test_a_file_changes_only_what_it_says_of_its_preset(tmp_path: Path) -> None:
     assert mine == dataclasses.replace(
         base,
         seed=4,
-        noise=dataclasses.replace(base.noise, rate=0.6),  # type: ignore[type-var]
+        noise=dataclasses.replace(base.noise, rate=0.6),
         train=dataclasses.replace(base.train, epochs=2, augment=dataclasses.replace(base.train.augment, rotate=5)),
     )
 

@@ -507,3 +507,8 @@ def test_the_same_seed_gives_the_same_weights_in_any_order_of_construction() -> 
         assert torch.equal(forward[key], backward[key]), key
         for other in asked[:i]:
             assert not torch.equal(forward[key], forward[other]), (key, other)
+
+
+def test_a_factory_must_be_a_function() -> None:
+    with pytest.raises(UserError, match=r"model\.factory 'math:pi' is a float, not a function"):
+        Factory(factory="math:pi").build(1, 2)

@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from fednoro import files
 from fednoro.clients import Client
 from fednoro.experiment import load, resume
 from fednoro.files import disk_errors, write_json, write_whole
@@ -87,7 +86,7 @@ def test_the_old_content_stays_when_writing_fails(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files.os, "fsync", full) if failing == "fsync" else monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "fsync", full) if failing == "fsync" else monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(UserError, match=r"no space left while writing .*a\.txt: free some, then run or resume again"):
         write_whole(file, b"new")
     assert file.read_bytes() == b"old" and names(tmp_path) == ["a.txt"]
@@ -418,10 +417,10 @@ def test_a_full_disk_leaves_the_former_checkpoint_whole(folder: RunFolder, monke
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=r"no space left while writing .*round-00002"):
         folder.save(state_at(2), {})
-    monkeypatch.setattr(files.os, "fsync", write)
+    monkeypatch.setattr(os, "fsync", write)
     assert [path.name for path in folder.checkpoints()] == ["round-00001.safetensors"]
     found = folder.restore({})
     assert found is not None and same(found, state_at(1))
