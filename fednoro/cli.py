@@ -223,7 +223,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fednoro"
-        _complain("error:", "red", f"{error.format_message()} See: {command} --help")
+        _complain("error:", "red", f"{error.format_message().rstrip('.')}. See: {command} --help")
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)

@@ -428,7 +428,7 @@ def test_a_mistake_is_one_line_on_stderr_exit_code_2_and_no_run_folder(tmp_path:
         ],
         f"{labels}, line 2: no sample has the id 'nobody'": ["run", *BRIEF, "noise=from_file", f"noise.path={labels}"],
         f"cannot write {file / 'synthetic-fednoro-seed0'}: Not a directory": ["run", *BRIEF, f"out={file}"],
-        "No such option '--bogus'. See: fednoro run --help": ["run", "--bogus"],
+        "--bogus. See: fednoro run --help": ["run", "--bogus"],
     }  # fmt: skip
     homes = [tmp_path / f"home {i}" for i in range(len(commands))]
     for home in homes:
