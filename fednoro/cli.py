@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -130,6 +132,76 @@ def resume(
         terminal.finished(done)
 
 
+PREPARE_HELP = """Decode a data set once into a memory-mapped cache, with a manifest of what it holds.
+
+NAME is folder, isic2019, ham10000, ich or medmnist. Files that cannot be read are left out and listed. It goes on
+where a stopped preparation was, and does nothing twice.
+
+[bold]Examples[/]
+
+  fednoro prepare folder --from ~/images --size 64               one folder per class
+
+  fednoro prepare folder --from ~/images csv=labels.csv          a CSV of path,label[,id][,site][,group]
+
+  fednoro prepare isic2019 --from ~/ISIC2019                     the official archives
+
+  fednoro prepare ich --from ~/rsna window=triple
+
+  fednoro prepare ham10000 --from ~/HAM10000 --size 64 classes=8
+
+[bold]fednoro ls data[/] shows every source with its options.
+"""
+
+
+@app.command(help=PREPARE_HELP)
+def prepare(
+    name: Annotated[str, typer.Argument(help="The data source.", show_default=False)],
+    source: Annotated[str, typer.Option("--from", help="The folder, archive or file as it was downloaded.")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    size: Annotated[int | None, typer.Option(help="Height and width in pixels.")] = None,
+    to: Annotated[str | None, typer.Option(help="Where caches are kept; $FEDNORO_CACHE or ~/.cache/fednoro.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    from fednoro.config import presets, resolve
+    from fednoro.data import SOURCES
+    from fednoro.data.cache import Preparable
+    from fednoro.data.cache import prepare as make
+    from fednoro.display import Terminal, prepared_table
+
+    if name not in SOURCES:
+        takes = ", ".join(known for known, kind in SOURCES.items() if issubclass(kind, Preparable))
+        raise UserError(f"prepare takes one of {takes}, got {name!r}")
+    if not issubclass(SOURCES[name], Preparable):
+        raise UserError(f"{name} needs no preparation: its images are used as they are")
+    if wrong := [item for item in options or [] if "=" not in item]:
+        raise UserError(f"options look like key=value, got {wrong[0]!r}")
+    given = list(options or [])
+    given += [] if size is None else [f"size={size}"]
+    given += [] if to is None else [f"cache={_quoted(to)}"]
+    # A preset of that name sets the options, so that a later `fednoro run NAME data.path=…` finds this cache.
+    preset = name if name in presets() else "digits"
+    overrides = [f"data={name}", *(f"data.{item}" for item in [f"path={_quoted(source)}", *given])]
+    console = Console(emoji=False)
+    terminal = Terminal(console, quiet)
+    try:
+        done = make(resolve(preset, overrides).data, terminal.progress)
+    except KeyboardInterrupt:
+        terminal.close()
+        console.print("stopped; the same command goes on from here", highlight=False)
+        raise
+    finally:
+        terminal.close()
+    if not quiet:
+        console.print(prepared_table(done), soft_wrap=True)
+        again = " ".join(shlex.quote(item) for item in overrides[preset == name :])
+        console.print(f"use it with: fednoro run {preset} {again}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _quoted(text: str) -> str:
+    # Overrides are read as YAML, where a path such as `a: b` would be a mapping.
+    return json.dumps(text, ensure_ascii=False)
+
+
 @app.command()
 def config(items: Items = None) -> None:
     """Print the resolved configuration as YAML: every option with its value.
@@ -144,16 +216,18 @@ def config(items: Items = None) -> None:
 
 @app.command("ls")
 def listing(
-    what: Annotated[str, typer.Argument(help="methods, data, partitions, noise, models, presets, train or general.")],
+    what: Annotated[
+        str, typer.Argument(help="methods, data, partitions, noise, models, presets, split, train or general.")
+    ],
 ) -> None:
     """List what can be chosen, with every option, its default and its meaning.
 
-    WHAT is methods, data, partitions, noise, models, presets, train or general.
+    WHAT is methods, data, partitions, noise, models, presets, split, train or general.
 
     Example: fednoro ls methods
     """
-    from fednoro.config import REGISTRIES, General, presets
-    from fednoro.training import Augment, Training
+    from fednoro.config import REGISTRIES, SINGLE, General, presets
+    from fednoro.training import Augment
 
     kinds: dict[str, dict[str, type[Any]]] = {
         name: dict(REGISTRIES[section])
@@ -165,7 +239,8 @@ def listing(
             "models": "model",
         }.items()
     }
-    kinds |= {"train": {"train": Training, "train.augment": Augment}, "general": {"general": General}}
+    kinds |= {name: {name: kind} for name, kind in SINGLE.items()} | {"general": {"general": General}}
+    kinds["train"] |= {"train.augment": Augment}
     console = Console(emoji=False)
     if what == "presets":
         table = Table("preset", "what it is", box=None)

@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from fednoro.data import SOURCES, Source
+from fednoro.data.split import Split
 from fednoro.methods import METHODS, Method
 from fednoro.models import MODELS, Factory, Model
 from fednoro.noise import NOISES
@@ -34,13 +35,13 @@ REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "model": MODELS,
     "method": METHODS,
 }
+SINGLE: dict[str, type[Options]] = {"split": Split, "train": Training}  # sections without a choice
 
 
 @dataclass(frozen=True)
 class General(Options):
     """What belongs to no section."""
 
-    test: float = option(0.3, "share of the images kept for testing", gt=0, lt=1)
     seed: int = option(0, "everything random follows from it", ge=0)
     name: str | None = option(None, "the run's folder name; made from data, method and seed if not given")
     out: str = option("runs", "where run folders are made")
@@ -62,6 +63,7 @@ class Config(General):
     noise: NoiseModel
     model: Model
     method: Method
+    split: Split = field(default_factory=Split)
     train: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
@@ -112,7 +114,7 @@ def seeds(overrides: Sequence[str]) -> tuple[list[int], list[str]]:
 def dump(config: Config) -> str:
     """The configuration as YAML that `resolve` reads back to the same value."""
     tree: dict[str, Any] = {}
-    for item in sorted(dataclasses.fields(config), key=lambda item: item.name not in ("seed", *REGISTRIES, "train")):
+    for item in sorted(dataclasses.fields(config), key=lambda item: item.name not in ("seed", *REGISTRIES, *SINGLE)):
         value = getattr(config, item.name)
         if item.name in REGISTRIES:
             tree[item.name] = {"name": _name(item.name, value), **_plain(dataclasses.asdict(value))}
@@ -246,7 +248,8 @@ def _build(tree: dict[str, Any]) -> Config:
         if section == "method":
             chosen = {**per_method.get(name, {}), **chosen}
         parts[section] = _validate(registry[name], chosen, section)
-    parts["train"] = _validate(Training, {} if tree.get("train") is None else tree["train"], "train")
+    for section, kind in SINGLE.items():
+        parts[section] = _validate(kind, {} if tree.get(section) is None else tree[section], section)
     general = _validate(General, {key: value for key, value in tree.items() if key not in parts}, "")
     return Config(**parts, **{item.name: getattr(general, item.name) for item in dataclasses.fields(General)})
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from fednoro.config import Config, section_name
+from fednoro.data.cache import Prepared
 from fednoro.experiment import Run, Watcher
 from fednoro.federation import Federation
 from fednoro.rounds import Turn
@@ -62,13 +64,16 @@ class Terminal(Watcher):
             return
         names = {key: escape(section_name(config, key)) for key in ("data", "partition", "noise", "model", "method")}
         sizes = [len(part) for part in federation.parts]
+        training = f"{sum(sizes)} training"
+        if len(federation.validation):
+            training += f", {len(federation.validation)} validation"
         noise = f"noise {names['noise']}"
         if federation.noisy is not None and federation.noisy.any():
             rates, count = federation.rates[federation.noisy], federation.noisy.sum()
             noise += f": {count} noisy clients, {rates.min():.0%} to {rates.max():.0%} of their labels wrong"
         self._say(f"[bold]{escape(str(folder))}[/]")
         self._say(
-            f"{names['method']} on {names['data']}: {sum(sizes)} training and {len(federation.test)} test images, "
+            f"{names['method']} on {names['data']}: {training} and {len(federation.test)} test images, "
             f"{state.classes} classes, {len(sizes)} clients of {min(sizes)} to {max(sizes)} images"
         )
         self._say(f"partition {names['partition']}; {noise}; model {names['model']} on {device}; seed {config.seed}")
@@ -144,6 +149,8 @@ class Terminal(Watcher):
             f"[bold]BACC[/]  best [bold]{run.best:.2%}[/]  last {run.last:.2%} "
             f"(mean of the last {min(10, len(run.bacc))} rounds)  final {run.final:.2%}  in {run.seconds:.1f} s"
         )
+        if run.best_by_validation is not None:
+            self._say(f"the round that is best on the validation part: {run.best_by_validation:.2%}")
         if run.detection is not None and "exact" in run.detection:
             found = run.detection
             exact = "exactly the noisy clients" if found["exact"] else "not exactly the noisy clients"
@@ -155,6 +162,31 @@ class Terminal(Watcher):
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None
+
+
+def prepared_table(done: Prepared) -> Group:
+    """What a preparation holds, how long it took and what it left out."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("class")
+    table.add_column("images", justify="right")
+    for name, count in done.counts.items():
+        table.add_row(_printable(name), f"{count:,}")
+    total = sum(done.counts.values())
+    took = (
+        "was there already"
+        if done.existed
+        else f"{done.seconds:.1f} s, {total / max(done.seconds, 1e-9):,.0f} images/s"
+    )
+    lines = [f"{total:,} images, {done.bytes / 1e6:,.1f} MB in {done.folder} ({took})"]
+    if done.skipped:
+        lines.append(f"{len(done.skipped):,} left out; all are listed in {done.folder / 'manifest.json'}; the first:")
+        lines += [f"  {item['path']}: {item['reason']}" for item in done.skipped[:5]]
+    return Group(table, *map(_printable, lines))
+
+
+def _printable(line: str) -> Text:
+    # Names of files and classes may hold line ends and what steers a terminal.
+    return Text("".join(char if char.isprintable() else "�" for char in line))
 
 
 def seeds_table(runs: Sequence[Run]) -> Table:

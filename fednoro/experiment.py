@@ -7,7 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fednoro.aggregate import average
 from fednoro.clients import Client
 from fednoro.config import Config, dump, resolve, section_name
 from fednoro.data.dataset import Dataset
+from fednoro.data.split import write_split
 from fednoro.engine import EagerEngine, choose_device, worthwhile_threads
 from fednoro.federation import Federation, assemble, fingerprint
 from fednoro.files import disk_errors, write_json, write_whole
@@ -64,6 +66,7 @@ class Run:
     detection: dict[str, Any] | None  # verdicts per client; recall, precision and exact match where the truth is known
     bacc: tuple[float, ...]  # per round
     seconds: float
+    best_by_validation: float | None = None  # of the round that is best on the validation part, where there is one
 
     @cached_property
     def federation(self) -> Federation:
@@ -116,6 +119,7 @@ def load(path: str | Path) -> Run:
         raise UserError(f"{folder} holds no finished run: result.json: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / 'result.json'} is damaged: delete it and resume the run ({error})") from error
+    facts["best_by_validation"] = result.get("best_by_validation")
     return Run(folder, resolve(folder / "config.yaml"), bacc=bacc, **facts)
 
 
@@ -149,7 +153,8 @@ def _carry_on(folder: RunFolder, config: Config, device: torch.device, watcher: 
     with _warnings_to(watcher):
         dataset = config.data.load(config.seed, watcher.progress)
         lab = _Lab(config, dataset, device)
-    with worthwhile_threads(lab.network(), (config.train.batch, lab.inputs, *dataset.images.shape[1:3])):
+        net = lab.network()
+    with worthwhile_threads(net, (config.train.batch, lab.inputs, *dataset.images.shape[1:3])):
         return _train(folder, lab, watcher)
 
 
@@ -160,14 +165,24 @@ def _train(folder: RunFolder, lab: _Lab, watcher: Watcher) -> Run:
         federation = _federation(folder, lab, watcher)
         clients = {client.id: client for client in federation.clients()}
         engine = lab.engine(tuple(clients.values()))
-    state = folder.restore(clients) or State(start, 0, config.train.rounds, len(dataset.classes), config.seed)
+        state = folder.restore(clients)
+        if state is None:
+            if config.model.recalibrate:
+                start = _recalibrated(start, engine, watcher)
+            state = State(start, 0, config.train.rounds, len(dataset.classes), config.seed)
     state = to_device(state, device)
-    truth = torch.from_numpy(dataset.labels[federation.test])
 
-    def evaluate(weights: Weights) -> Evaluation:
-        logits = engine.logits(weights, federation.test).float().cpu()
+    def measure(weights: Weights, part: IntArray) -> Evaluation:
+        truth = torch.from_numpy(dataset.labels[part])
+        logits = engine.logits(weights, part).float().cpu()
         counts = confusion(truth.numpy(), logits.argmax(1).numpy(), len(dataset.classes))
         return Evaluation(counts, float(F.cross_entropy(logits, truth)))
+
+    def evaluate(weights: Weights) -> Evaluation:
+        tested = measure(weights, federation.test)
+        if not len(federation.validation):
+            return tested
+        return replace(tested, validation_bacc=measure(weights, federation.validation).bacc)
 
     watcher.started(config, folder.path, federation, state, device)
     options = config.train
@@ -225,6 +240,22 @@ def _cross_entropy(step: Step) -> Tensor:
     return F.cross_entropy(step.net(step.x), step.y)
 
 
+def _recalibrated(start: Weights, engine: EagerEngine, watcher: Watcher) -> Weights:
+    """`start` with BatchNorm statistics from the clients' own images, averaged by size as in every round."""
+    able = [client for client in engine.clients.values() if len(client.index) > 1]  # one image has no variance
+    if not engine.net.norms or not able:
+        why = "no client has two images" if engine.net.norms else "the network has no BatchNorm"
+        warnings.warn(f"model.recalibrate changes nothing: {why}", FedNoRoWarning, stacklevel=2)
+        return start
+
+    def estimates() -> Iterator[tuple[Weights, float]]:
+        for done, client in enumerate(able):
+            watcher.progress("re-estimating BatchNorm statistics", done, len(able))
+            yield engine.recalibrate(start, client), len(client.index)
+
+    return average(estimates())
+
+
 def _federation(folder: RunFolder, lab: _Lab, watcher: Watcher) -> Federation:
     path, config = folder.path / "split.npz", lab.config
     if path.exists():
@@ -233,8 +264,9 @@ def _federation(folder: RunFolder, lab: _Lab, watcher: Watcher) -> Federation:
             raise UserError(f"the data has changed since {folder.path} began: it cannot be resumed")
         return federation
     federation = assemble(
-        lab.dataset, config.test, config.partition, config.noise, config.seed, lab.annotate, watcher.progress
+        lab.dataset, config.split, config.partition, config.noise, config.seed, lab.annotate, watcher.progress
     )
+    write_split(folder.path / "split.csv", lab.dataset, federation.split)
     federation.save(path)
     return federation
 
@@ -268,7 +300,11 @@ def _finish(folder: RunFolder, config: Config, federation: Federation, state: St
         "seconds": round(sum(record["seconds"] for record in records), 3),
         "bacc": bacc,
         "detection": verdict,
+        "leakage": federation.leakage,
     }
+    if len(federation.validation):
+        chosen = max(records, key=lambda record: record["validation_bacc"])  # the first of equals
+        result |= {"best_by_validation": chosen["bacc"], "best_round_by_validation": chosen["round"]}
     write_json(folder.path / "result.json", result)
     return load(folder.path)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import numpy as np
 
 from fednoro.clients import Client
 from fednoro.data.dataset import Dataset
-from fednoro.data.split import train_test
+from fednoro.data.leakage import Report, leakage
+from fednoro.data.split import Parts, Split
 from fednoro.files import write_whole
 from fednoro.noise import Context, Kind
 from fednoro.partition import Partition
@@ -23,9 +25,10 @@ from fednoro.types import BoolArray, FloatArray, IntArray, UserError
 
 @dataclass(frozen=True)
 class Federation:
-    """Train and test part, the clients' samples, and their labels before and after noise."""
+    """Train, validation and test part, the clients' samples, and their labels before and after noise."""
 
     train: IntArray
+    validation: IntArray  # empty where there is none
     test: IntArray
     parts: tuple[IntArray, ...]
     names: tuple[str, ...]
@@ -35,6 +38,11 @@ class Federation:
     noisy: BoolArray | None  # K; None where the truth is not known
     rates: FloatArray  # K, share of changed labels
     fingerprint: str  # of the data it was made from
+    leakage: Report = field(default_factory=dict)  # what the held-out parts share with those before them
+
+    @property
+    def split(self) -> Parts:
+        return Parts(self.train, self.validation, self.test)
 
     def clients(self) -> list[Client]:
         return [
@@ -47,6 +55,7 @@ class Federation:
         np.savez_compressed(
             content,
             train=self.train,
+            validation=self.validation,
             test=self.test,
             members=np.concatenate(self.parts),
             sizes=np.array([len(part) for part in self.parts]),
@@ -58,15 +67,17 @@ class Federation:
             noisy=np.array([], dtype=bool) if self.noisy is None else self.noisy,
             rates=self.rates,
             fingerprint=np.array(self.fingerprint),
+            leakage=np.array(json.dumps(self.leakage)),
         )
         write_whole(path, content.getvalue())
 
     @classmethod
     def load(cls, path: Path) -> Federation:
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as content, np.load(content, allow_pickle=False) as file:
                 return cls(
                     train=file["train"],
+                    validation=file["validation"] if "validation" in file else file["train"][:0],
                     test=file["test"],
                     parts=tuple(np.split(file["members"], np.cumsum(file["sizes"])[:-1])),
                     names=tuple(str(name) for name in file["names"]),
@@ -76,6 +87,7 @@ class Federation:
                     noisy=file["noisy"] if len(file["noisy"]) else None,
                     rates=file["rates"],
                     fingerprint=str(file["fingerprint"]),
+                    leakage=json.loads(str(file["leakage"])) if "leakage" in file else {},
                 )
         except Exception as error:  # numpy and zipfile raise a different type for each kind of damage
             raise UserError(f"{path} is damaged ({str(error).splitlines()[0]}): start the run anew") from error
@@ -83,7 +95,7 @@ class Federation:
 
 def assemble(
     dataset: Dataset,
-    test: float,
+    split: Split,
     partition: Partition,
     noise: Kind,
     seed: int,
@@ -91,10 +103,10 @@ def assemble(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Federation:
     """Splits the data, shares the training part out to clients, and adds noise to their labels."""
-    train, held_out = train_test(dataset.labels, test, generator(seed, "split"), dataset.groups)
-    sites = None if dataset.sites is None else [dataset.sites[i] for i in train]
-    parts = partition.split(dataset.labels[train], sites, generator(seed, "partition"))
-    indices = tuple(train[part] for part in parts.indices)
+    parts = split.parts(dataset, generator(seed, "split"))
+    sites = None if dataset.sites is None else [dataset.sites[i] for i in parts.train]
+    shares = partition.split(dataset.labels[parts.train], sites, generator(seed, "partition"))
+    indices = tuple(parts.train[share] for share in shares.indices)
     context = Context(
         classes=dataset.classes,
         ids=dataset.ids,
@@ -104,16 +116,18 @@ def assemble(
     )
     outcome = noise.apply(dataset.labels, indices, context)
     return Federation(
-        train=train,
-        test=held_out,
+        train=parts.train,
+        validation=parts.validation,
+        test=parts.test,
         parts=indices,
-        names=parts.names,
+        names=shares.names,
         classes=dataset.classes,
         clean=dataset.labels,
         observed=outcome.observed,
         noisy=outcome.noisy,
         rates=outcome.rates,
         fingerprint=fingerprint(dataset),
+        leakage=leakage(dataset, parts),
     )
 
 

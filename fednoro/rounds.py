@@ -33,6 +33,7 @@ class Evaluation:
 
     confusion: IntArray  # C×C, rows are true classes
     loss: float
+    validation_bacc: float | None = None  # on the validation part, where there is one
 
     @property
     def recall(self) -> list[float]:

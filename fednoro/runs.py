@@ -1,6 +1,6 @@
 """The run folder: everything that a resumed run, a report or a table needs.
 
-    config.yaml  environment.json  split.npz (partition, noise, what was flipped)
+    config.yaml  environment.json  split.csv  split.npz (partition, noise, what was flipped)
     rounds.jsonl  clients.csv  detection.json  checkpoints/  model.safetensors  result.json
 
 Whole files are written beside their place and renamed into it. The two logs only grow; each checkpoint
@@ -247,6 +247,8 @@ def round_record(turn: Turn) -> dict[str, Any]:
             "train_loss": _number(sum(a.metrics["loss"] * a.size for a in trained) / images) if images else None,
             "clients": len(trained),
         }
+        if turn.evaluation.validation_bacc is not None:
+            record["validation_bacc"] = turn.evaluation.validation_bacc
     failed = [a.client for a in turn.answers if a.status != "ok"]
     return record | ({"failed": failed} if failed else {}) | ({"warnings": turn.warnings} if turn.warnings else {})
 

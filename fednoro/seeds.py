@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 
 def generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
@@ -19,6 +18,8 @@ def generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 @contextmanager
 def torch_seed(seed: int, purpose: str, *keys: int) -> Iterator[None]:
     """Seeds torch's global generator inside the block and restores it after."""
+    import torch  # late: processes that decode images have no use for it
+
     # Seeding torch seeds its CUDA devices as well.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):

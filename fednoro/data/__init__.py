@@ -8,6 +8,11 @@ from typing import Any, ClassVar, Protocol
 from fednoro.data.dataset import Dataset
 from fednoro.data.digits import Digits
 from fednoro.data.folder import Folder
+from fednoro.data.ham10000 import Ham10000
+from fednoro.data.ich import Ich
+from fednoro.data.isic2019 import Isic2019
+from fednoro.data.medmnist import Medmnist
+from fednoro.data.prepared import PreparedFolder
 from fednoro.data.synthetic import Synthetic
 
 
@@ -25,4 +30,9 @@ SOURCES: dict[str, type[Source]] = {
     "digits": Digits,
     "synthetic": Synthetic,
     "folder": Folder,
+    "prepared": PreparedFolder,
+    "isic2019": Isic2019,
+    "ham10000": Ham10000,
+    "ich": Ich,
+    "medmnist": Medmnist,
 }

@@ -3,9 +3,11 @@
     <home>/<name>-<fingerprint>/images.npy     uint8 [N, H, W, C]
                                 manifest.json  classes, labels, ids, what was skipped and why, checksums
 
-A cache is written next to its final place and renamed when it is complete and verified, so it is either
-whole or absent. A lock that dies with its process keeps two preparations of the same images apart and
-tells a dead one's remains, which are removed, from a living one's.
+A cache is written next to its final place and renamed when it is complete, so it is either whole or absent. What a
+preparation that was stopped or killed has left (`….preparing`) is gone on with by the next one of the same fingerprint;
+after a week any other one removes it. A lock that dies with its process keeps two preparations of one cache apart.
+
+A source whose images are prepared has a `plan()`, which its own `load` and `prepare` both go by.
 """
 
 from __future__ import annotations
@@ -19,34 +21,29 @@ import re
 import shutil
 import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
+from fednoro.data import manifest
+from fednoro.data.archive import Member, Tree
 from fednoro.data.dataset import Dataset
+from fednoro.data.rows import IMAGES, JOURNAL, Decode, Progress, Workers, bytes_there, write_rows
 from fednoro.files import take_lock
 from fednoro.types import FedNoRoWarning, UserError
 
-VERSION = 1
-_IMAGES, _MANIFEST = "images.npy", "manifest.json"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_WEEK = 7 * 24 * 3600.0
 _ELSEWHERE = "choose another folder with data.cache or FEDNORO_CACHE"
-
-Progress = Callable[[str, int, int], None]
-Decode = Callable[[Path], NDArray[np.uint8]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One image that a source names; `path` is relative to the source's folder."""
+    """One image that a source names; `path` is its name in the source's tree."""
 
     path: str
     label: str
@@ -59,231 +56,228 @@ class Record:
 class Recipe:
     """All that decides what a cache holds; `settings` are those that change the pixels."""
 
-    root: Path
+    tree: Tree
+    name: str
     records: tuple[Record, ...]
     classes: tuple[str, ...]
     shape: tuple[int, int, int]  # H, W, C
     settings: Mapping[str, str | int | bool]
+    processes: bool = False  # decode in processes, where that is Python's own work, as with DICOM
+    stream: bool = False  # one packed file holds all: they are read in order, and one that cannot be spoils the rest
 
     @property
     def bytes(self) -> int:
         return len(self.records) * math.prod(self.shape)
 
 
-def load(recipe: Recipe, decode: Decode, home: str | None = None, progress: Progress | None = None) -> Dataset:
-    """The recipe's images from their cache, which is prepared first where there is none yet."""
-    where = Path(home or os.environ.get("FEDNORO_CACHE") or "~/.cache/fednoro").expanduser()
-    stamps = [_stamp(recipe.root / record.path) for record in recipe.records]
-    fingerprint = _fingerprint(recipe, stamps)
-    name = re.sub(r"[^\w.-]+", "_", recipe.root.name)[:40] or "images"
-    folder = where / f"{name}-{fingerprint[:16]}"
-    if not folder.exists():
-        with _explained(where, recipe.bytes):
-            where.mkdir(parents=True, exist_ok=True)
-            _sweep(where)
-            with _lock(where / f"{folder.name}.lock", wait=True):
-                if not folder.exists():  # another process may have prepared it while this one waited
-                    _prepare(folder, recipe, stamps, fingerprint, decode, progress)
-    dataset, skipped = _open(folder)
-    if skipped:
-        first = f"{skipped[0]['path']} ({skipped[0]['reason']})"
+class Plan(NamedTuple):
+    """What a source asks of the cache; `left_out` are names with the reason why they are no records."""
+
+    recipe: Recipe
+    decode: Decode
+    left_out: Sequence[tuple[str, str]] = ()
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """A source whose images are decoded once."""
+
+    def plan(self, progress: Progress | None = None) -> Plan:
+        """What is to be decoded, and how; `progress` hears of it where finding that out takes time."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` has done."""
+
+    folder: Path
+    counts: Mapping[str, int]  # per class
+    skipped: Sequence[Mapping[str, str]]  # path and reason
+    existed: bool  # it was there already
+    bytes: int
+    seconds: float
+
+
+def prepare(source: object, progress: Progress | None = None, home: str | None = None) -> Prepared:
+    """Makes a source's cache, goes on with one that was begun, or finds it there."""
+    if not isinstance(source, Preparable):
+        raise UserError(f"{type(source).__name__} needs no preparation: its images are used as they are")
+    begin = time.perf_counter()
+    plan = source.plan(progress)
+    folder, existed = _ensure(plan, home or getattr(source, "cache", None), progress)
+    _, found = manifest.read(folder)
+    seconds = time.perf_counter() - begin
+    return Prepared(folder, found["counts"], found["skipped"], existed, found["bytes"], seconds)
+
+
+def load(
+    recipe: Recipe,
+    decode: Decode,
+    home: str | None = None,
+    progress: Progress | None = None,
+    skipped: Sequence[tuple[str, str]] = (),
+) -> Dataset:
+    """The recipe's images from their cache, which is prepared first where there is none yet.
+
+    `skipped` are names that a source has left out before, with the reason: the manifest lists them too.
+    """
+    folder, _ = _ensure(Plan(recipe, decode, skipped), home, progress)
+    dataset, found = manifest.read(folder)
+    if found["unreadable"]:
+        first = found["skipped"][len(skipped)]
         warnings.warn(
-            f"{len(skipped)} of {len(recipe.records)} images could not be read; first: {first}; "
-            f"full list in {folder / _MANIFEST}",
+            f"{found['unreadable']} of {len(recipe.records)} images could not be read; "
+            f"first: {first['path']} ({first['reason']}); full list in {folder / manifest.MANIFEST}",
             FedNoRoWarning,
             stacklevel=2,
         )
     return dataset
 
 
-def verify(cache_dir: Path) -> None:
+def verify(cache_dir: Path) -> Dataset:
     """Reads a whole cache and compares it with its checksum; a `UserError` names one that is damaged."""
-    _open(cache_dir)
-    manifest = json.loads((cache_dir / _MANIFEST).read_text("utf-8"))
-    if _sha256(cache_dir / _IMAGES) != manifest["sha256"]:
-        raise _damaged(cache_dir, f"{_IMAGES} does not match its checksum")
+    dataset, found = manifest.read(cache_dir)
+    if manifest.sha256(cache_dir / IMAGES) != found["sha256"]:
+        raise manifest.damaged(cache_dir, f"{IMAGES} does not match its checksum")
+    return dataset
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
-    """Size and time of a file: a change of either makes another cache; None where there is no such file."""
-    try:
-        stat = file.stat()
-    except OSError:
-        return None
-    return stat.st_size, stat.st_mtime_ns
+def _ensure(plan: Plan, home: str | None, progress: Progress | None) -> tuple[Path, bool]:
+    """The folder of a complete cache, and whether it was there already."""
+    where = Path(home or os.environ.get("FEDNORO_CACHE") or "~/.cache/fednoro").expanduser()
+    recipe = plan.recipe
+    stamps = [recipe.tree.stamp(record.path) for record in recipe.records]
+    fingerprint = _fingerprint(plan, stamps)
+    name = re.sub(r"[^\w.-]+", "_", recipe.name)[:40] or "images"
+    folder = where / f"{name}-{fingerprint[:16]}"
+    if folder.exists():
+        return folder, True
+    with _explained(where, recipe.bytes):
+        where.mkdir(parents=True, exist_ok=True)
+        _sweep(where, but=folder.name)
+        with _lock(where / f"{folder.name}.lock", wait=True):
+            if folder.exists():  # another process has prepared it while this one waited
+                return folder, True
+            _prepare(folder, plan, stamps, fingerprint, progress)
+    return folder, False
 
 
-def _fingerprint(recipe: Recipe, stamps: list[tuple[int, int] | None]) -> str:
+def _fingerprint(plan: Plan, stamps: list[tuple[int, int] | None]) -> str:
+    recipe = plan.recipe
     files = [(*astuple(record), stamp) for record, stamp in zip(recipe.records, stamps, strict=True)]
-    inputs = [VERSION, str(recipe.root), recipe.classes, recipe.shape, sorted(recipe.settings.items()), files]
-    return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+    settings = sorted(recipe.settings.items())
+    inputs = [manifest.VERSION, str(recipe.tree.path), recipe.name, recipe.classes, recipe.shape, settings]
+    return hashlib.sha256(json.dumps([*inputs, files, list(plan.left_out)]).encode()).hexdigest()
 
 
 def _prepare(
-    folder: Path,
-    recipe: Recipe,
-    stamps: list[tuple[int, int] | None],
-    fingerprint: str,
-    decode: Decode,
-    progress: Progress | None,
+    folder: Path, plan: Plan, stamps: list[tuple[int, int] | None], fingerprint: str, progress: Progress | None
 ) -> None:
+    recipe, temporary = plan.recipe, folder.parent / f"{folder.name}.preparing"
     free = shutil.disk_usage(folder.parent).free
-    if free < recipe.bytes:
+    if free + bytes_there(temporary) < recipe.bytes:
         raise _no_room(folder.parent, recipe.bytes, free)
-    temporary = folder.parent / f"{folder.name}.preparing"
-    shutil.rmtree(temporary, ignore_errors=True)  # the lock is ours, so whoever left it is dead
-    temporary.mkdir()
+    temporary.mkdir(exist_ok=True)
+    members = [_member(recipe.tree, record.path, stamp) for record, stamp in zip(recipe.records, stamps, strict=True)]
+    workers: Workers = "one" if recipe.stream else "processes" if recipe.processes else "threads"
+    unreadable = write_rows(temporary, fingerprint, members, recipe.shape, plan.decode, workers, progress)
     try:
-        with (temporary / _IMAGES).open("wb") as file:
-            skipped = _write_images(file, recipe, stamps, decode, progress)
-        kept = [record for i, record in enumerate(recipe.records) if i not in skipped]
-        _check_losses(recipe, kept, skipped)
-        number = {name: c for c, name in enumerate(recipe.classes)}
-        count = Counter(record.label for record in kept)
-        manifest = {
-            "version": VERSION,
-            "fingerprint": fingerprint,
-            "folder": str(recipe.root),
-            "settings": dict(recipe.settings),
-            "shape": [len(kept), *recipe.shape],
-            "bytes": (temporary / _IMAGES).stat().st_size,
-            "sha256": _sha256(temporary / _IMAGES),
-            "classes": recipe.classes,
-            "counts": {name: count[name] for name in recipe.classes},
-            "skipped": [{"path": recipe.records[i].path, "reason": reason} for i, reason in skipped.items()],
-            "labels": [number[record.label] for record in kept],
-            "ids": [record.id for record in kept],
-            "sites": _column([record.site for record in kept]),
-            "groups": _column([record.group for record in kept]),
-            "files": [[r.path, *(stamp or ())] for r, stamp in zip(recipe.records, stamps, strict=True)],
-        }
-        with (temporary / _MANIFEST).open("w", encoding="utf-8") as text:
-            json.dump(manifest, text)
-            _to_disk(text)
-        verify(temporary)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _check_losses(recipe, unreadable)
+    except UserError:
+        shutil.rmtree(temporary, ignore_errors=True)  # mended files have other stamps: nobody goes on from here
+        raise
+    manifest.write(temporary, _describe(temporary, plan, stamps, fingerprint, unreadable))
+    manifest.read(temporary)
+    temporary.rename(folder)
+    (folder / JOURNAL).unlink()
 
 
-def _write_images(
-    file: IO[bytes],
-    recipe: Recipe,
-    stamps: list[tuple[int, int] | None],
-    decode: Decode,
-    progress: Progress | None,
-) -> dict[int, str]:
-    """Appends every image that can be read; the positions of the others, with the reason."""
-
-    def attempt(i: int) -> NDArray[np.uint8] | str:
-        stamp = stamps[i]
-        if stamp is None or not stamp[0]:
-            return "no such file" if stamp is None else "the file is empty"
-        try:
-            return decode(recipe.root / recipe.records[i].path)
-        except Exception as error:  # damaged files make decoders raise anything
-            return str(error).strip() or type(error).__name__
-
-    total = len(recipe.records)
-    skipped: dict[int, str] = {}
-    # Plain writes, not a memory map: on a full disk they raise where a map would kill the process. Threads
-    # suffice because decoding releases the interpreter's lock.
-    _write_header(file, (total, *recipe.shape))
-    workers = min(os.cpu_count() or 1, 16)
-    with warnings.catch_warnings(), ThreadPoolExecutor(workers) as pool:
-        warnings.filterwarnings("ignore", module=r"PIL\.")  # odd metadata of readable images
-        for i, image in enumerate(_in_order(pool, attempt, range(total), ahead=4 * workers)):
-            if isinstance(image, str):
-                skipped[i] = image
-            else:
-                file.write(image.tobytes())
-            if progress:
-                progress("preparing images", i + 1, total)
-    file.seek(0)
-    _write_header(file, (total - len(skipped), *recipe.shape))
-    _to_disk(file)
-    return skipped
-
-
-def _write_header(file: IO[bytes], shape: tuple[int, ...]) -> None:
-    # The format leaves room for the first axis to change, so that the header has the same length both times.
-    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
+def _describe(
+    folder: Path,
+    plan: Plan,
+    stamps: Sequence[tuple[int, int] | None],
+    fingerprint: str,
+    unreadable: Mapping[int, str],
+) -> dict[str, Any]:
+    """What the manifest says of the images in `folder`."""
+    recipe = plan.recipe
+    kept = [record for i, record in enumerate(recipe.records) if i not in unreadable]
+    names = [record.path for record in recipe.records]
+    number = {name: c for c, name in enumerate(recipe.classes)}
+    count = Counter(record.label for record in kept)
+    return {
+        "name": recipe.name,
+        "version": manifest.VERSION,
+        "fednoro": _version(),
+        "source": str(recipe.tree.path),
+        "settings": dict(recipe.settings),
+        "shape": [len(kept), *recipe.shape],
+        "counts": {name: count[name] for name in recipe.classes},
+        "bytes": (folder / IMAGES).stat().st_size,
+        "sha256": manifest.sha256(folder / IMAGES),
+        "fingerprint": fingerprint,
+        "files": {
+            "count": sum(stamp is not None for stamp in stamps),
+            "bytes": sum(stamp[0] for stamp in stamps if stamp),
+            "stamps_sha256": hashlib.sha256(json.dumps([names, stamps]).encode()).hexdigest(),
+        },
+        "unreadable": len(unreadable),
+        "skipped": [
+            {"path": name, "reason": reason}
+            for name, reason in (*plan.left_out, *((names[i], reason) for i, reason in unreadable.items()))
+        ],
+        "classes": list(recipe.classes),
+        "labels": [number[record.label] for record in kept],
+        "ids": [record.id for record in kept],
+        "sites": _column([record.site for record in kept]),
+        "groups": _column([record.group for record in kept]),
+    }
 
 
-def _in_order(pool: ThreadPoolExecutor, function: Callable[[int], T], items: Iterable[int], ahead: int) -> Iterator[T]:
-    """`pool.map` with at most `ahead` results waiting, so that memory stays bounded."""
-    window: deque[Future[T]] = deque()
-    for item in items:
-        window.append(pool.submit(function, item))
-        if len(window) > ahead:
-            yield window.popleft().result()
-    while window:
-        yield window.popleft().result()
-
-
-def _check_losses(recipe: Recipe, kept: list[Record], skipped: dict[int, str]) -> None:
-    if not skipped:
-        return
-    i, reason = next(iter(skipped.items()))
-    first = f"first: {recipe.records[i].path} ({reason})"
-    lost = len(skipped)
-    if 2 * lost > len(recipe.records):
-        raise UserError(f"{lost} of {len(recipe.records)} images in {recipe.root} could not be read; {first}")
-    gone = sorted({record.label for record in recipe.records} - {record.label for record in kept})
-    if gone:
-        raise UserError(f"no image of class {gone[0]!r} in {recipe.root} could be read; {first}")
+def _version() -> str | None:
+    try:
+        return version("fednoro")
+    except PackageNotFoundError:  # run from its source
+        return None
 
 
 def _column(values: list[str | None]) -> list[str | None] | None:
     return None if None in values else values
 
 
-def _open(folder: Path) -> tuple[Dataset, list[dict[str, str]]]:
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))
-        if manifest["version"] != VERSION:
-            raise ValueError(f"version {manifest['version']}, not {VERSION}")
-        size = (folder / _IMAGES).stat().st_size
-        if size != manifest["bytes"]:
-            raise ValueError(f"{_IMAGES} has {size} bytes, not {manifest['bytes']}")
-        images = np.load(folder / _IMAGES, mmap_mode="r")
-        if list(images.shape) != manifest["shape"]:
-            raise ValueError(f"{_IMAGES} has shape {list(images.shape)}, not {manifest['shape']}")
-        dataset = Dataset(
-            images=images,
-            labels=np.array(manifest["labels"], np.int64),
-            classes=tuple(manifest["classes"]),
-            ids=tuple(manifest["ids"]),
-            groups=_tuple(manifest["groups"]),
-            sites=_tuple(manifest["sites"]),
-        )
-        return dataset, manifest["skipped"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        why = f"{_MANIFEST} lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise _damaged(folder, why) from error
+def _member(tree: Tree, name: str, stamp: tuple[int, int] | None) -> Member | str:
+    if stamp is None:
+        return "no such file"
+    return tree.member(name) if stamp[0] else "the file is empty"
 
 
-def _tuple(values: list[str] | None) -> tuple[str, ...] | None:
-    return None if values is None else tuple(values)
+def _check_losses(recipe: Recipe, unreadable: Mapping[int, str]) -> None:
+    if not unreadable:
+        return
+    i, reason = next(iter(unreadable.items()))
+    where, first = recipe.tree.path, f"first: {recipe.records[i].path} ({reason})"
+    if recipe.stream or 2 * len(unreadable) > len(recipe.records):
+        raise UserError(f"{len(unreadable)} of {len(recipe.records)} images in {where} could not be read; {first}")
+    kept = {record.label for i, record in enumerate(recipe.records) if i not in unreadable}
+    gone = sorted({record.label for record in recipe.records} - kept)
+    if gone:
+        raise UserError(f"no image of class {gone[0]!r} in {where} could be read; {first}")
 
 
-def _to_disk(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sweep(home: Path) -> None:
-    """Removes what killed preparations left behind: the lock of a living one cannot be had."""
+def _sweep(home: Path, but: str) -> None:
+    """Removes what preparations left behind that nobody has gone on with for a week."""
     for remains in home.glob(f"*-{'[0-9a-f]' * 16}.preparing"):
+        if remains.stem == but or time.time() - _last_touched(remains) < _WEEK:
+            continue
         with suppress(PermissionError), _lock(home / f"{remains.stem}.lock", wait=False) as dead:
             if dead:
                 shutil.rmtree(remains, ignore_errors=True)
+
+
+def _last_touched(folder: Path) -> float:
+    return max(
+        (path.stat().st_mtime for path in (folder, folder / IMAGES, folder / JOURNAL) if path.exists()), default=0.0
+    )
 
 
 @contextmanager
@@ -323,12 +317,11 @@ def _explained(home: Path, needed: int) -> Iterator[None]:
 
 
 def _no_room(home: Path, needed: int, free: int) -> UserError:
-    return UserError(f"the image cache needs {_megabytes(needed)} in {home}, {_megabytes(free)} are free; {_ELSEWHERE}")
+    return UserError(
+        f"the image cache needs {_megabytes(needed)} in {home}, {_megabytes(free)} are free; "
+        f"free some and run again to go on, or {_ELSEWHERE}"
+    )
 
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
-
-
-def _damaged(folder: Path, why: str) -> UserError:
-    return UserError(f"the image cache {folder} is damaged ({why}); delete it to prepare again")

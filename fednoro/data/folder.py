@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePath
-from typing import ClassVar, Literal
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fednoro.data import cache
-from fednoro.data.cache import Record
+from fednoro.data.archive import Tree, open_tree
+from fednoro.data.cache import Plan, Record
 from fednoro.data.dataset import Dataset
+from fednoro.data.pixels import Crop, decode_image
+from fednoro.data.rows import Progress
+from fednoro.data.table import Row, parse_table, read_table
 from fednoro.options import Options, option
 from fednoro.types import UserError
 
-_SUFFIXES = {".jpg", ".jpeg", ".png"}
+if TYPE_CHECKING:
+    from fednoro.data.dicom import Window
+
+_PICTURES, _DICOM = {".jpg", ".jpeg", ".png"}, {".dcm", ".dicom"}
 
 
 @dataclass(frozen=True)
 class Folder(Options):
-    """Your own JPEG or PNG images: one folder per class, or a CSV of paths and labels."""
+    """Your own JPEG, PNG or DICOM images: one folder per class, or a CSV of paths and labels."""
 
     section: ClassVar[str] = "data"
 
-    path: str = option(help="folder with one folder per class, or that the CSV's paths are relative to")
+    path: str = option(help="folder or zip with one folder per class, or that the CSV's paths are relative to")
     csv: str | None = option(None, "CSV with the columns path, label and optionally id, site, group")
     size: int = option(224, "height and width in pixels", ge=8, le=2048)
     crop: Literal["resize", "center"] = option("resize", "resize: stretch to a square; center: keep the middle")
     cache: str | None = option(None, "where decoded images are kept; default $FEDNORO_CACHE or ~/.cache/fednoro")
     grey: bool = option(False, "one channel in place of three")
+    window: Literal["file", "brain", "triple"] = option(
+        "file", "DICOM grey values by the file's own window, the brain's, or brain, subdural and bone as channels"
+    )
     classes: tuple[str, ...] | None = option(
         None, "class names in order, the same at every site; default: those found, sorted"
     )
@@ -41,59 +51,106 @@ class Folder(Options):
         super().__post_init__()
         if self.crop not in ("resize", "center"):
             raise UserError(f"data.crop must be resize or center, got {self.crop!r}")
+        if self.window not in ("file", "brain", "triple"):
+            raise UserError(f"data.window must be file, brain or triple, got {self.window!r}")
+        if self.window == "triple" and self.grey:
+            raise UserError("data.window triple has three channels: leave data.grey off, or choose file or brain")
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
         """The images, prepared on the first call and taken from the cache later; `seed` changes nothing."""
-        root = Path(self.path).expanduser().resolve()
-        if not root.is_dir():
-            raise UserError(f"data.path {self.path} {'is not a folder' if root.exists() else 'does not exist'}")
+        plan = self.plan()
+        return cache.load(plan.recipe, plan.decode, self.cache, progress, plan.left_out)
+
+    def plan(self, progress: Progress | None = None) -> Plan:
+        """What is to be decoded, and how."""
+        tree = open_tree(Path(self.path))
         if self.csv is None:
-            records = _from_class_folders(root)
+            records = _from_class_folders(tree)
         else:
-            records = _from_csv(_find_csv(self.csv, root))
+            records = _from_csv(*_read_csv(self.csv, tree), _finder(tree))
+        kinds = {PurePosixPath(record.path).suffix.lower() for record in records}
+        if kinds & _DICOM:
+            from fednoro.data.dicom import check_pydicom
+
+            check_pydicom()
         recipe = cache.Recipe(
-            root=root,
+            tree=tree,
+            name=tree.path.name.removesuffix(".zip"),
             records=tuple(records),
-            classes=_classes(self.classes, records, root),
+            classes=_classes(self.classes, records, tree.path),
             shape=(self.size, self.size, 1 if self.grey else 3),
-            settings={"size": self.size, "crop": self.crop, "grey": self.grey},
+            settings={"size": self.size, "crop": self.crop, "grey": self.grey, "window": self.window},
+            processes=not kinds <= _PICTURES,
         )
-        decode = partial(_decode, size=self.size, crop=self.crop, mode="L" if self.grey else "RGB")
-        return cache.load(recipe, decode, self.cache, progress)
+        return Plan(recipe, partial(_decode, size=self.size, crop=self.crop, grey=self.grey, window=self.window))
 
 
-def _from_class_folders(root: Path) -> list[Record]:
+def _decode(data: bytes, size: int, crop: Crop, grey: bool, window: Window) -> NDArray[np.uint8]:
+    """By what the file holds, not by what its name says."""
+    from fednoro.data.dicom import decode_dicom, is_dicom
+
+    if not is_dicom(data):
+        return decode_image(data, size, crop, "L" if grey else "RGB")
+    image = decode_dicom(data, size, window, crop)
+    return image if grey or image.shape[2] == 3 else np.repeat(image, 3, axis=2)
+
+
+def _from_class_folders(tree: Tree) -> list[Record]:
+    top = _top(tree)
     records = []
-    for top in root.iterdir():
-        if top.name.startswith(".") or not top.is_dir():
-            continue
-        for file in top.rglob("*"):
-            inside = file.relative_to(root)
-            hidden = any(part.startswith(".") for part in inside.parts)
-            if file.suffix.lower() in _SUFFIXES and not hidden and not file.is_dir():
-                records.append(Record(inside.as_posix(), top.name, inside.as_posix()))
+    for name in tree.names:
+        inside = name.removeprefix(top)
+        if "/" in inside and PurePosixPath(name).suffix.lower() in _PICTURES | _DICOM:
+            records.append(Record(name, inside.partition("/")[0], inside))
     if not records:
         raise UserError(
-            f"no images in {root}; expected CLASS/IMAGE.jpg, .jpeg or .png; "
+            f"no images in {tree.path}; expected CLASS/IMAGE.jpg, .jpeg, .png or .dcm; "
             "name a CSV of paths and labels with data.csv where they are kept otherwise"
         )
-    return sorted(records, key=lambda record: record.path)
+    return records
 
 
-def _find_csv(name: str, root: Path) -> Path:
+def _top(tree: Tree) -> str:
+    """The folder that a zip was made of, where everything is inside it, with its slash."""
+    if tree.path.is_dir():
+        return ""
+    first = {name.partition("/")[0] for name in tree.names}
+    return f"{first.pop()}/" if len(first) == 1 and all(name.count("/") > 1 for name in tree.names) else ""
+
+
+def _finder(tree: Tree) -> Callable[[str], str]:
+    """From a path as a table spells it to a name in the tree: an ü may be one character or two."""
+    plain = {unicodedata.normalize("NFC", name): name for name in tree.names}
+    top = {name.partition("/")[0] for name in plain}
+    prefixes = ("", f"{top.pop()}/") if len(top) == 1 else ("",)
+
+    def find(path: str) -> str:
+        wanted = (prefix + unicodedata.normalize("NFC", path) for prefix in prefixes)
+        return next((plain[name] for name in wanted if name in plain), path)
+
+    return find
+
+
+def _read_csv(name: str, tree: Tree) -> tuple[str, list[Row]]:
+    """The table from a file, or from the folder or zip itself; with what to call it in messages."""
+    columns = ("path", "label")
     given = Path(name).expanduser()
-    for file in (given, root / given):
+    for file in (given, tree.path / given):
         if file.is_file():
-            return file
-    raise UserError(f"data.csv {name} does not exist, neither here nor in {root}")
+            return str(file), read_table(file, columns)
+    inside = _finder(tree)(name)
+    if inside in tree.names:
+        where = f"{tree.path}/{inside}"
+        return where, parse_table(tree.read(inside), where, columns)
+    raise UserError(f"data.csv {name} does not exist, neither here nor in {tree.path}")
 
 
-def _from_csv(file: Path) -> list[Record]:
+def _from_csv(file: str, rows: Iterable[Row], find: Callable[[str], str]) -> list[Record]:
     records: list[Record] = []
     label_of: dict[str, tuple[str, int]] = {}
     line_of: dict[str, int] = {}
-    for line, row in _rows(file):
-        record = _record(row, f"{file}, line {line}")
+    for line, row in rows:
+        record = _record(row, f"{file}, line {line}", find)
         label, before = label_of.setdefault(record.path, (record.label, line))
         if label != record.label:
             raise UserError(
@@ -108,37 +165,7 @@ def _from_csv(file: Path) -> list[Record]:
     return records
 
 
-def _rows(file: Path) -> list[tuple[int, dict[str, str]]]:
-    """The table's rows with the line each one ends on."""
-    rows = []
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as text:
-            reader = csv.reader(text)
-            header = [name.strip() for name in next(reader, [])]
-            for column in ("path", "label"):
-                if column not in header:
-                    raise UserError(
-                        f"{file} must have the columns path and label, got {', '.join(header) or 'nothing'}"
-                    )
-            for cells in reader:
-                if len(cells) > len(header):
-                    raise UserError(
-                        f"{file}, line {reader.line_num}: {len(cells)} cells under {len(header)} columns; "
-                        "put quotes around cells with commas"
-                    )
-                if any(cells):
-                    padded = [cell.strip() for cell in cells] + [""] * (len(header) - len(cells))
-                    rows.append((reader.line_num, dict(zip(header, padded, strict=True))))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
-    except csv.Error as error:
-        raise UserError(f"{file}, line {reader.line_num}: {error}") from error
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
-    return rows
-
-
-def _record(row: dict[str, str], where: str) -> Record:
+def _record(row: dict[str, str], where: str, find: Callable[[str], str]) -> Record:
     for column in ("path", "label", "id", "site"):
         if row.get(column) == "":
             raise UserError(f"{where}: {column} is empty")
@@ -148,7 +175,7 @@ def _record(row: dict[str, str], where: str) -> Record:
     name = row.get("id", path.as_posix())
     # An image without a group is a group of its own: patients are often known for some images only.
     group = row["group"] or name if "group" in row else None
-    return Record(path.as_posix(), row["label"], name, row.get("site"), group)
+    return Record(find(path.as_posix()), row["label"], name, row.get("site"), group)
 
 
 def _classes(wanted: tuple[str, ...] | None, records: list[Record], root: Path) -> tuple[str, ...]:
@@ -165,27 +192,3 @@ def _classes(wanted: tuple[str, ...] | None, records: list[Record], root: Path) 
         if name not in wanted:
             raise UserError(f"class {name!r} in {root} is not among data.classes ({', '.join(wanted)})")
     return tuple(wanted)
-
-
-def _decode(file: Path, size: int, crop: str, mode: str) -> NDArray[np.uint8]:
-    """One image, upright, 8 bits, size×size×channels."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(file, formats=("JPEG", "PNG")) as opened:
-            opened.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
-            image: Image.Image = ImageOps.exif_transpose(opened)
-    except UnidentifiedImageError:
-        raise UserError("not a JPEG or PNG image") from None
-    if image.mode.startswith("I"):
-        image = Image.fromarray(np.rint(np.clip(np.asarray(image), 0, 65535) / 257).astype(np.uint8))
-    elif image.has_transparency_data:
-        # Dropping alpha would bring back colours nobody was meant to see.
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "black"), image)
-    image = image.convert(mode)
-    if crop == "center":
-        image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
-    else:
-        image = image.resize((size, size), Image.Resampling.BILINEAR)
-    return np.asarray(image).reshape(size, size, -1)

@@ -1,13 +1,114 @@
-"""Train and test: stratified by class and, where samples belong to groups, with every group on one side."""
+"""Train, validation and test: stratified by class and, where samples belong to groups, with every group on one side."""
 
 from __future__ import annotations
 
+import csv
+import io
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
+from fednoro.data.dataset import Dataset
+from fednoro.data.table import read_table
+from fednoro.files import write_whole
+from fednoro.options import Options, option
 from fednoro.types import BoolArray, FedNoRoWarning, IntArray, UserError
+
+PARTS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Positions in the data set, each part sorted; without validation that part is empty."""
+
+    train: IntArray
+    validation: IntArray
+    test: IntArray
+
+
+@dataclass(frozen=True)
+class Split(Options):
+    """Which images are trained on, and which are kept to validate and to test."""
+
+    section: ClassVar[str] = "split"
+
+    test: float = option(0.3, "share of the images kept for testing", gt=0, lt=1)
+    validation: float = option(0.0, "share kept to choose a round by", ge=0, lt=1)
+    grouped: bool = option(True, "keep images of one group (patient, lesion) in one part, where the data has groups")
+    file: str | None = option(None, "a CSV of id,part, such as another run's split.csv, to use in place of all this")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.test + self.validation >= 1:
+            raise UserError(
+                f"split.test and split.validation must leave images to train on, got {self.test} and {self.validation}"
+            )
+
+    def parts(self, dataset: Dataset, rng: np.random.Generator) -> Parts:
+        """The parts: as the file says, or else drawn."""
+        if self.file is not None:
+            return read_split(Path(self.file).expanduser(), dataset)
+        groups = dataset.groups if self.grouped else None
+        train, test = train_test(dataset.labels, self.test, rng, groups)
+        if not self.validation:
+            return Parts(train, train[:0], test)
+        # From the rest, so that the test part is the same with and without validation.
+        left = None if groups is None else [groups[i] for i in train]
+        share = self.validation / (1 - self.test)
+        kept, validation = _two_sides(dataset.labels[train], share, rng, left, "validation")
+        return Parts(train[kept], train[validation], test)
+
+
+def read_split(path: Path, dataset: Dataset) -> Parts:
+    """The parts that a CSV of `id,part` names; it must list every image once."""
+    ids = _ids(dataset)
+    position = {sample: i for i, sample in enumerate(ids)}
+    if len(position) != len(ids):
+        raise UserError(f"split.file {path}: the data's ids are not unique, so a split cannot be looked up by id")
+    part, line_of = np.full(len(ids), -1), dict[str, int]()
+    for line, row in read_table(path, ("id", "part")):
+        sample, where = row["id"], f"split.file {path}, line {line}"
+        if sample not in position:
+            raise UserError(f"{where}: no image has the id {sample!r} (the first is {next(iter(ids), None)!r})")
+        if sample in line_of:
+            raise UserError(f"{where}: id {sample!r} is on line {line_of[sample]} already; keep one")
+        if row["part"] not in PARTS:
+            raise UserError(f"{where}: part must be train, validation or test, got {row['part']!r}")
+        line_of[sample] = line
+        part[position[sample]] = PARTS.index(row["part"])
+    unlisted = np.flatnonzero(part < 0)
+    if len(unlisted):
+        raise UserError(
+            f"split.file {path} does not list {len(unlisted)} of the {len(ids)} images, {ids[unlisted[0]]!r} first: "
+            "it must give each a part"
+        )
+    for side in ("train", "test"):
+        missing = np.setdiff1d(dataset.labels, dataset.labels[part == PARTS.index(side)])
+        if len(missing) == len(np.unique(dataset.labels)):
+            raise UserError(f"split.file {path} has no image in the {side} part")
+        if len(missing):
+            names = ", ".join(dataset.classes[c] for c in missing)
+            warnings.warn(f"{path} has no image of {names} in the {side} part", FedNoRoWarning, stacklevel=2)
+    return Parts(*(np.flatnonzero(part == i) for i in range(len(PARTS))))
+
+
+def write_split(path: Path, dataset: Dataset, parts: Parts) -> None:
+    """The split as a file that `split.file` takes."""
+    part_of = {int(i): name for name in PARTS for i in getattr(parts, name)}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("id", "part"))
+    writer.writerows((sample, part_of[i]) for i, sample in enumerate(_ids(dataset)))
+    write_whole(path, text.getvalue().encode(errors="surrogateescape"))  # ids may be names that are not UTF-8
+
+
+def _ids(dataset: Dataset) -> list[str]:
+    # Stripped, as the cells of a table are.
+    return [str(i) for i in range(len(dataset))] if dataset.ids is None else [sample.strip() for sample in dataset.ids]
 
 
 def train_test(
@@ -18,9 +119,15 @@ def train_test(
     A class is on both sides wherever it has two images (two groups, where `groups` is given); with a
     single one it is trained on only. Images of one group, say of one patient, are never on both sides.
     """
+    return _two_sides(dataset_labels, test, rng, groups, "test")
+
+
+def _two_sides(
+    dataset_labels: IntArray, share: float, rng: np.random.Generator, groups: Sequence[str] | None, kept_for: str
+) -> tuple[IntArray, IntArray]:
     labels = np.asarray(dataset_labels)
-    if not 0 < test < 1:
-        raise UserError(f"the test share must be in (0, 1), got {test}")
+    if not 0 < share < 1:
+        raise UserError(f"the {kept_for} share must be in (0, 1), got {share}")
     if not len(labels):
         raise UserError("there are no images to split")
     if groups is not None and len(groups) != len(labels):
@@ -28,50 +135,50 @@ def train_test(
 
     _, label = np.unique(labels, return_inverse=True)
     if groups is None:
-        tested = _by_class(label, test, rng)
+        kept = _by_class(label, share, rng)
     else:
         _, group = np.unique(np.asarray(groups), return_inverse=True)
-        tested = _by_group(label, group, test, rng)
+        kept = _by_group(label, group, share, rng)
 
     unit = "image" if groups is None else "group"
-    if not tested.any():
-        raise UserError(f"nothing is left to test on: each {unit} is the only one of some class; add images")
-    for side, here in (("test", tested), ("train", ~tested)):
+    if not kept.any():
+        raise UserError(f"nothing is left for the {kept_for} set: each {unit} is the only one of some class")
+    for side, here in ((kept_for, kept), ("train", ~kept)):
         missing = np.setdiff1d(labels, labels[here])
         if len(missing):
             warnings.warn(
                 f"too few {unit}s to have label {', '.join(map(str, missing))} on both sides: none in the {side} set",
                 FedNoRoWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-    return np.flatnonzero(~tested), np.flatnonzero(tested)
+    return np.flatnonzero(~kept), np.flatnonzero(kept)
 
 
-def _by_class(label: IntArray, test: float, rng: np.random.Generator) -> BoolArray:
-    tested = np.zeros(len(label), bool)
+def _by_class(label: IntArray, share: float, rng: np.random.Generator) -> BoolArray:
+    kept = np.zeros(len(label), bool)
     for c in range(label.max() + 1):
         members = rng.permutation(np.flatnonzero(label == c))
         n = len(members)
         if n > 1:
-            tested[members[: min(max(round(n * test), 1), n - 1)]] = True
-    return tested
+            kept[members[: min(max(round(n * share), 1), n - 1)]] = True
+    return kept
 
 
-def _by_group(label: IntArray, group: IntArray, test: float, rng: np.random.Generator) -> BoolArray:
+def _by_group(label: IntArray, group: IntArray, share: float, rng: np.random.Generator) -> BoolArray:
     """Whole groups, the class with the fewest of them first; each to the side that keeps the shares nearest."""
     counts = np.zeros((group.max() + 1, label.max() + 1))  # G×C
     np.add.at(counts, (group, label), 1)
     per_class = counts.sum(axis=0)
-    ahead = np.zeros_like(per_class)  # images tested so far beyond the share of those decided on
-    side = np.full(len(counts), -1)  # −1 undecided, 0 train, 1 test
+    ahead = np.zeros_like(per_class)  # images kept so far beyond the share of those decided on
+    side = np.full(len(counts), -1)  # −1 undecided, 0 train, 1 kept
 
     for c in np.argsort((counts > 0).sum(axis=0), kind="stable"):
         holders = np.flatnonzero(counts[:, c])
         free = rng.permutation(holders[side[holders] < 0])
         for g in free:
-            if_trained, if_tested = ahead - test * counts[g], ahead + (1 - test) * counts[g]
-            side[g] = (if_tested**2 / per_class).sum() < (if_trained**2 / per_class).sum()
-            ahead = if_tested if side[g] else if_trained
+            if_trained, if_kept = ahead - share * counts[g], ahead + (1 - share) * counts[g]
+            side[g] = (if_kept**2 / per_class).sum() < (if_trained**2 / per_class).sum()
+            ahead = if_kept if side[g] else if_trained
         if len(set(side[holders])) == 2:
             continue
         # The class is on one side only: its smallest group that no rarer class has claimed changes over.
@@ -80,5 +187,5 @@ def _by_group(label: IntArray, group: IntArray, test: float, rng: np.random.Gene
             smallest = free[np.argmin(counts[free].sum(axis=1))]
             side[smallest] = wanted
             ahead += (2 * wanted - 1) * counts[smallest]
-    tested: BoolArray = side[group] == 1
-    return tested
+    kept: BoolArray = side[group] == 1
+    return kept

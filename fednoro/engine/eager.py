@@ -7,7 +7,7 @@ client: one network and one anchor take over each client's weights in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -73,6 +73,22 @@ class EagerEngine:
                 for i, part in enumerate(torch.split(where, EVALUATION_BATCH))
             ]
         return torch.cat(parts)
+
+    def recalibrate(self, weights: Weights, client: Client) -> Weights:
+        """`weights` with BatchNorm's running statistics re-estimated on the client's images, of which it needs two."""
+        self.net.load(weights)
+        self.net.net.eval()  # no dropout
+        momenta = [norm.train().momentum for norm in self.net.norms]
+        where, seen = torch.from_numpy(client.index).to(self.device), 0
+        with torch.no_grad():
+            for part in torch.tensor_split(where, -(-len(where) // EVALUATION_BATCH)):  # of equal size, never one alone
+                seen += len(part)
+                for norm in self.net.norms:
+                    norm.momentum = len(part) / seen  # so that each image counts the same
+                self.net.net(self.images.batch(part))
+        for norm, momentum in zip(self.net.norms, momenta, strict=True):
+            norm.momentum = momentum
+        return replace(self.net.weights(), counters=weights.counters)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from fednoro.training import Augment
 
 DRAWS = 4  # uniforms that augmenting one image takes: angle, two shifts, flip
 
-# ImageNet's mean and deviation, as the paper's protocol has it; grey images take the average of the three.
+# ImageNet's mean and deviation, as the paper's protocol has it; the average of the three where a network takes no RGB.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_DEVIATION = 0.449, 0.226
 
@@ -23,14 +23,13 @@ class Images:
     """All images of a data set; a memory map stays on disk where the device is the CPU."""
 
     def __init__(self, images: NDArray[np.uint8], inputs: int, augment: Augment, device: torch.device) -> None:
-        self.device, self.inputs, self.augment = device, inputs, augment
+        self.device, self.augment = device, augment
         self._mapped = images if isinstance(images, np.memmap) and device.type == "cpu" else None
         self._resident: Tensor | None = None
         if self._mapped is None:  # copied only where torch could not take the array as it is
             self._resident = torch.from_numpy(np.require(images, requirements=["C", "W"])).to(device)
-        channels = images.shape[3]
-        mean = MEAN if channels == 3 else (GREY_MEAN,) * channels
-        deviation = DEVIATION if channels == 3 else (GREY_DEVIATION,) * channels
+        mean = MEAN if inputs == 3 else (GREY_MEAN,) * inputs
+        deviation = DEVIATION if inputs == 3 else (GREY_DEVIATION,) * inputs
         self._mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
         self._deviation = torch.tensor(deviation, device=device).view(1, -1, 1, 1)
 
@@ -44,8 +43,7 @@ class Images:
         x = raw.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format) / 255
         if u is not None and self.augment.active:
             x = affine(x, u, self.augment)
-        x = (x - self._mean) / self._deviation
-        return x if x.shape[1] == self.inputs else x.expand(-1, self.inputs, -1, -1)
+        return (x - self._mean) / self._deviation  # repeats grey to all inputs: a grey image as if it were RGB
 
 
 def affine(x: Tensor, u: Tensor, augment: Augment) -> Tensor:

@@ -147,7 +147,7 @@ def test_a_run_ends_well_and_says_so_in_plain_lines(finished: tuple[Ended, Path]
 def test_the_run_folder_holds_what_it_should(finished: tuple[Ended, Path]) -> None:
     folder = finished[1]
     assert {path.name for path in folder.iterdir()} == {
-        "config.yaml", "environment.json", "split.npz", "rounds.jsonl", "clients.csv", "detection.json",
+        "config.yaml", "environment.json", "split.csv", "split.npz", "rounds.jsonl", "clients.csv", "detection.json",
         "checkpoints", "model.safetensors", "result.json", ".lock",
     }  # fmt: skip
     made = resolve(folder / "config.yaml")

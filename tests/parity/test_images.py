@@ -75,16 +75,17 @@ def test_images_are_scaled_and_normalised_per_channel(channels: int) -> None:
     np.testing.assert_allclose(batch.numpy(), slow_normalise(data, index), rtol=0, atol=1e-6)
 
 
-def test_grey_images_are_repeated_to_the_three_channels_that_resnet18_takes() -> None:
+def test_grey_images_enter_a_network_for_rgb_as_if_they_were_rgb() -> None:
     data = pictures(3, 5, 6, 1)
-    index = torch.tensor([2, 1])
-    batch = Images(data, Resnet18().inputs(1), PLAIN, CPU).batch(index)
-    grey = Images(data, 1, PLAIN, CPU).batch(index)
-    assert batch.shape == (2, 3, 5, 6)
-    for channel in range(3):
-        assert torch.equal(batch[:, channel], grey[:, 0])
-    turned = Images(data, 3, Augment(rotate=20), CPU).batch(index, torch.rand(2, DRAWS))
-    assert torch.equal(turned[:, 0], turned[:, 2])
+    index, u, augment = torch.tensor([2, 1]), torch.rand(2, DRAWS), Augment(rotate=20, flip=True)
+    grey, rgb = (Images(images, Resnet18().inputs(1), augment, CPU) for images in (data, data.repeat(3, axis=3)))
+    assert grey.batch(index).shape == (2, 3, 5, 6)
+    np.testing.assert_allclose(
+        grey.batch(index).numpy(), slow_normalise(data.repeat(3, axis=3), [2, 1]), rtol=0, atol=1e-6
+    )
+    assert torch.equal(grey.batch(index), rgb.batch(index))
+    torch.testing.assert_close(grey.batch(index, u), rgb.batch(index, u), rtol=0, atol=1e-6)
+    assert not torch.equal(grey.batch(index)[:, 0], grey.batch(index)[:, 2]), "each channel has its own mean"
 
 
 def test_nothing_is_augmented_without_uniforms_or_without_an_augmentation() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fednoro.config import REGISTRIES, Config, dump, presets, resolve, section_name, seeds
 from fednoro.data import SOURCES
+from fednoro.data.split import Split
 from fednoro.methods import METHODS, FedLA, FedNoRo
 from fednoro.models import Cnn, Factory, Resnet18
 from fednoro.noise import HIDN, NOISES, Symmetric
@@ -25,7 +26,7 @@ FOLDER_PRESETS = sorted(set(presets()) - {"digits"})
 NEEDED = {  # options without a default
     "noise.transition": ["noise.matrix=[[0.9, 0.1], [0.2, 0.8]]"],
     "noise.from_file": ["noise.path=labels.csv"],
-    "data.folder": ["data.path=images"],
+    **{f"data.{name}": ["data.path=images"] for name in SOURCES if name not in ("digits", "synthetic")},
 }
 
 
@@ -75,7 +76,7 @@ def test_the_papers_presets_hold_the_papers_settings(
     preset: str, p: float, alpha: float, flips: tuple[float, float], rounds: int, epochs: int, warmup: int, size: int
 ) -> None:
     config = with_data(preset)
-    assert config.test == 0.3
+    assert config.split == Split(test=0.3)
     assert dataclasses.asdict(config.partition) == {"clients": 20, "p": p, "alpha": alpha}
     assert section_name(config, "partition") == "bernoulli_dirichlet"
     assert isinstance(config.noise, HIDN) and config.noise.rate == 0.4
@@ -205,8 +206,9 @@ def test_a_mapping_is_read_and_left_alone() -> None:
 
 
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
-    parts = "data: digits\npartition: iid\nnoise: none\nmodel: cnn\nmethod: fedavg\ntrain:\nmethods:\n"
+    parts = "data: digits\npartition: iid\nnoise: none\nmodel: cnn\nmethod: fedavg\ntrain:\nsplit:\nmethods:\n"
     assert resolve(written(tmp_path, parts)).train.rounds == 100
+    assert resolve(written(tmp_path, parts)).split == Split()
     assert resolve(written(tmp_path, parts), ["train.rounds=3"]).train.rounds == 3
 
 
@@ -228,6 +230,7 @@ def test_a_network_of_ones_own() -> None:
         ("sead=3", "unknown key sead: did you mean seed?"),
         ("trian.rounds=3", "unknown key trian: did you mean train?"),
         ("train.round=3", "unknown key train.round: did you mean rounds?"),
+        ("split.grups=3", "unknown key split.grups: did you mean grouped?"),
         ("train.augment.rotat=3", "unknown key train.augment.rotat: did you mean rotate?"),
         ("method.warm_up=3", "unknown key method.warm_up: did you mean warmup?"),
         ("noise.rat=0.3", "unknown key noise.rat: did you mean rate?"),
@@ -248,7 +251,7 @@ def test_an_unknown_key_is_found_wherever_it_is_written(tmp_path: Path) -> None:
     assert mistake(written(tmp_path, "preset: digits\ntrain: {augment: {rotat: 1}}\n")).startswith(
         "unknown key train.augment.rotat"
     )
-    assert mistake(written(tmp_path, "preset: digits\n1: 2\n")).startswith("unknown key 1: known are test, seed")
+    assert mistake(written(tmp_path, "preset: digits\n1: 2\n")).startswith("unknown key 1: known are seed, name")
     assert "train" in mistake(written(tmp_path, "preset: digits\ntrain: {1: 2}\n"))
     assert mistake("digits", "model=my_module:factory", "model.width=3").startswith("unknown key model.width")
 
@@ -267,6 +270,9 @@ def test_an_unknown_key_is_found_wherever_it_is_written(tmp_path: Path) -> None:
         ("train.augment=3", "train.augment", "3"),
         ("train=3", "train", "3"),
         ("train=0", "train", "0"),
+        ("split=0.3", "split", "0.3"),
+        ("split.grouped=3", "split.grouped", "3"),
+        ("split.test=true", "split.test", "True"),
         ("seed=one", "seed", "'one'"),
         ("out=3", "out", "3"),
         ("method.behaviour=poper", "method.behaviour", "'poper'"),
@@ -289,7 +295,8 @@ def test_an_option_of_several_types_is_named_plainly() -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ("test=0", "test must be in (0, 1), got 0.0"),
+        ("split.test=0", "split.test must be in (0, 1), got 0.0"),
+        ("split.validation=1", "split.validation must be in [0, 1), got 1.0"),
         ("seed=-1", "seed must be >= 0, got -1"),
         ("checkpoint_every=0", "checkpoint_every must be >= 1, got 0"),
         ("train.rounds=0", "train.rounds must be >= 1, got 0"),
@@ -319,7 +326,7 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(overrides: str, line
         ("noise=xyzzy", f"unknown noise 'xyzzy': known are {', '.join(NOISES)}"),
         ("data=digit", "unknown data 'digit': did you mean digits?"),
         ("partition=xyzzy", f"unknown partition 'xyzzy': known are {', '.join(PARTITIONS)}"),
-        ("model=resnet", "unknown model 'resnet': did you mean resnet18?"),
+        ("model=resnet8", "unknown model 'resnet8': did you mean resnet18?"),
         ("method={name: [1]}", f"unknown method [1]: known are {', '.join(METHODS)}"),
     ],
 )

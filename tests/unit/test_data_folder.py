@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import struct
-import subprocess
 import sys
-import warnings
+import unicodedata
+import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -287,9 +283,12 @@ def test_a_missing_file_in_the_csv_is_skipped_and_listed(root: Path, home: Path)
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["path,class", "naevus/0.png,a"], r"labels\.csv must have the columns path and label, got path, class"),
-        (["path;label", "naevus/0.png;a"], r"must have the columns path and label, got path;label"),
-        ([""], r"must have the columns path and label, got nothing"),
+        (
+            ["path,class", "naevus/0.png,a"],
+            r"labels\.csv must have the columns path, label; label is not among its path,",
+        ),
+        (["path;label", "naevus/0.png;a"], r"must have the columns path, label; path is not among its path;label"),
+        ([""], r"must have the columns path, label; path is not among its none"),
         (["path,label"], r"labels\.csv lists no images"),
         (["path,label", "naevus/0.png,a", "naevus/1.png, "], r"labels\.csv, line 3: label is empty"),
         (["path,label", "naevus/0.png"], r"line 2: label is empty"),
@@ -336,7 +335,7 @@ def test_a_csv_that_is_not_there_or_not_utf8_is_an_error(root: Path) -> None:
 def test_paths_that_hold_no_classes_are_errors(root: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.path .*nowhere does not exist"):
         load(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"data\.path .*0\.png is not a folder"):
+    with pytest.raises(UserError, match=r"data\.path .*0\.png is neither a folder nor a zip"):
         load(root / "naevus" / "0.png")
     with pytest.raises(UserError, match=r"no images in .*naevus; expected CLASS/IMAGE"):
         load(root / "naevus")  # images, but in no class folder
@@ -352,241 +351,126 @@ def test_options_out_of_range_are_named(root: Path) -> None:
         load(root, crop="middle")
 
 
-# The cache
+# What archives and people bring along
 
 
-def test_the_second_load_decodes_nothing(root: Path, home: Path) -> None:
-    first = load(root)
-    for file in root.rglob("*.png"):  # same size and time, other content: only decoding would notice
-        stat = file.stat()
-        file.write_bytes(b"x" * stat.st_size)
-        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    second = load(root)
-    assert isinstance(second.images, np.memmap)
-    assert not second.images.flags.writeable
-    assert np.array_equal(first.images, second.images)
-    assert (first.ids, first.classes, first.labels.tolist()) == (second.ids, second.classes, second.labels.tolist())
-    assert len(list(home.iterdir())) == 1
+def zipped(root: Path, target: Path, top: str = "") -> Path:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(root.rglob("*")):
+            archive.write(file, top + file.relative_to(root).as_posix())
+    return target
 
 
-def test_whatever_changes_the_data_makes_another_cache(root: Path, home: Path) -> None:
-    def count() -> int:
-        return len(list(home.iterdir()))
-
-    load(root)
-    for number, options in enumerate(
-        [{"size": 9}, {"crop": "center"}, {"grey": True}, {"classes": ("naevus", "melanoma")}]
-    ):
-        load(root, **options)
-        assert count() == number + 2
-    os.utime(root / "naevus" / "0.png", ns=(1, 1))
-    load(root)
-    assert count() == 6
-    save(root / "naevus" / "0.png", RED, (30, 30))
-    assert (load(root).images[4] == RED).all()
-    csv = write_csv(root, "path,label", "naevus/0.png,a", "naevus/1.png,b")
-    assert load(root, csv=csv).labels.tolist() == [0, 1]
-    write_csv(root, "path,label", "naevus/0.png,b", "naevus/1.png,a")
-    assert load(root, csv=csv).labels.tolist() == [1, 0]
-
-
-def test_the_cache_option_wins_over_the_environment(root: Path, home: Path, tmp_path: Path) -> None:
-    load(root, cache=str(tmp_path / "mine"))
-    assert not home.exists()
-    (folder,) = (tmp_path / "mine").iterdir()
-    assert folder.name.startswith("images-")
-
-
-def test_the_manifest_says_what_is_inside(root: Path, home: Path) -> None:
-    save(root / "naevus" / "5.png", GREEN)
-    load(root)
-    found = manifest(home)
-    assert found["counts"] == {"melanoma": 4, "naevus": 5}
-    assert found["shape"] == [9, 8, 8, 3]
-    assert found["settings"] == {"size": 8, "crop": "resize", "grey": False}
-    assert found["skipped"] == []
-    assert len(found["files"]) == 9  # type: ignore[arg-type]
-
-
-def test_progress_counts_every_image_in_order(root: Path) -> None:
-    steps: list[tuple[str, int, int]] = []
-    Folder(str(root), size=8).load(0, lambda *step: steps.append(step))
-    assert steps == [("preparing images", i + 1, 8) for i in range(8)]
-    steps.clear()
-    Folder(str(root), size=8).load(0, lambda *step: steps.append(step))
-    assert steps == []
-
-
-def test_more_images_than_are_decoded_ahead_stay_in_order(tmp_path: Path, home: Path) -> None:
-    for i in range(250):
-        file = tmp_path / "images" / "ab"[i % 2] / f"{i:03}.png"
-        save(file, (i, i, i), (200, 200) if i % 10 == 0 else (8, 8))
-        if i % 25 == 1:
-            file.write_text("broken")
-    with pytest.warns(FedNoRoWarning, match="10 of 250"):
-        data = load(tmp_path / "images")
-    assert len(data) == 240
-    for name, image in zip(data.ids or (), data.images, strict=True):
-        assert (image == int(name[2:5])).all()
-
-
-def truncate(folder: Path) -> None:
-    os.truncate(folder / "images.npy", (folder / "images.npy").stat().st_size - 1)
-
-
-def edit(key: str, value: object) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        content = json.loads((folder / "manifest.json").read_text("utf-8"))
-        content[key] = value
-        (folder / "manifest.json").write_text(json.dumps(content), "utf-8")
-
-    return damage
-
-
-def other_array(folder: Path) -> None:
-    size = (folder / "images.npy").stat().st_size
-    np.save(folder / "images.npy", np.zeros((size - 128) // 2, np.int16))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        truncate,
-        other_array,
-        lambda folder: (folder / "images.npy").unlink(),
-        lambda folder: (folder / "images.npy").write_bytes(b""),
-        lambda folder: (folder / "images.npy").write_bytes(b"x" * (folder / "images.npy").stat().st_size),
-        lambda folder: (folder / "manifest.json").unlink(),
-        lambda folder: (folder / "manifest.json").write_text('{"version": 1, "cla'),
-        lambda folder: (folder / "manifest.json").write_text("[]"),
-        lambda folder: (folder / "manifest.json").write_text("{}"),
-        edit("version", 0),
-        edit("shape", [9, 8, 8, 3]),
-        edit("labels", [0, 1]),
-        edit("ids", ["a"]),
-        edit("labels", None),
-    ],
-)
-def test_a_damaged_cache_is_named_with_the_way_out(root: Path, home: Path, damage: Callable[[Path], None]) -> None:
-    load(root)
-    (folder,) = home.iterdir()
-    damage(folder)
-    with pytest.raises(UserError, match=f"the image cache {folder} is damaged .*; delete it to prepare again"):
-        load(root)
-
-
-def test_verify_finds_a_single_flipped_bit(root: Path, home: Path) -> None:
-    load(root)
-    (folder,) = home.iterdir()
-    cache.verify(folder)
-    content = bytearray((folder / "images.npy").read_bytes())
-    content[-5] ^= 1
-    (folder / "images.npy").write_bytes(content)
-    load(root)  # the quick check on opening does not read everything
-    with pytest.raises(UserError, match=r"damaged \(images.npy does not match its checksum\)"):
-        cache.verify(folder)
-
-
-def test_an_unwritable_cache_is_an_error_with_the_way_out(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UserError, match=r"cannot write the image cache in .*; choose another folder with data\.cache or"
-    ):
-        load(root, cache=str(tmp_path / "file" / "cache"))
-
-
-def test_too_little_room_is_said_before_anything_is_decoded(
-    root: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=500_000))
-    steps: list[int] = []
-    with pytest.raises(UserError, match=r"needs 2\.4 MB in .*cache, 0\.5 MB are free; choose another folder"):
-        Folder(str(root), size=316).load(0, lambda _, done, __: steps.append(done))
-    assert steps == []
-    assert list(home.iterdir()) == []
-
-
-def python(code: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="limits of the process are POSIX")
-def test_running_out_of_room_half_way_is_an_error_and_leaves_nothing(root: Path, home: Path) -> None:
-    child = python(
-        "import resource, sys; from fednoro.data.folder import Folder\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "try: Folder(sys.argv[1], size=224).load(0)\n"
-        "except ValueError as error: print(type(error).__name__, error)",
-        root,
+@pytest.mark.parametrize("top", ["", "Klinik 患者/"])
+def test_a_zip_is_read_like_the_folder_it_was_made_of(root: Path, home: Path, tmp_path: Path, top: str) -> None:
+    expected = load(root)
+    data = load(zipped(root, tmp_path / "images.zip", top))
+    assert (data.ids, data.classes, data.labels.tolist()) == (
+        expected.ids,
+        expected.classes,
+        expected.labels.tolist(),
     )
-    out, err = child.communicate(timeout=60)
-    assert out.startswith("UserError the image cache needs 1.2 MB in "), err
-    assert list(home.iterdir()) == []
+    assert np.array_equal(data.images, expected.images)
+    csv = write_csv(root, "path,label", "naevus/0.png,a", "melanoma/0.png,b")
+    for where in (csv, "labels.csv"):  # beside the zip, and in it
+        assert load(zipped(root, tmp_path / "images.zip", top), csv=where).labels.tolist() == [0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "images", "images.zip"]  # nothing unpacked
 
 
-SLOW_LOAD = (
-    "import sys, time; from fednoro.data.folder import Folder\n"
-    "def slowly(what, done, total): print(done, flush=True); time.sleep(float(sys.argv[2]))\n"
-    "data = Folder(sys.argv[1], size=8).load(0, slowly)\n"
-    "print('images', len(data), data.images.sum())"
-)
+def test_the_content_decides_not_the_extension(root: Path) -> None:
+    save(root / "melanoma" / "0.png", RED).rename(root / "melanoma" / "really a png.jpg")
+    save(root / "melanoma" / "x.jpg", RED, (64, 64)).rename(root / "melanoma" / "0.png")
+    data = load(root)
+    assert len(data) == 9
+    assert np.abs(data.images[data.labels == 0].astype(int) - RED).max() < 5
 
 
-def test_a_killed_preparation_leaves_no_cache_and_no_obstacle(root: Path, home: Path) -> None:
-    child = python(SLOW_LOAD, root, 60)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "1\n"
-    assert [path.suffix for path in sorted(home.iterdir())] == [".lock", ".preparing"]
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    save(root / "naevus" / "new.png", GREEN)  # even another fingerprint clears the remains away
-    assert len(load(root)) == 9
-    (folder,) = home.iterdir()
-    assert (folder / "images.npy").exists()
-    cache.verify(folder)
+def test_long_names_and_both_spellings_of_an_umlaut(root: Path) -> None:
+    long = "n" * 251 + ".png"
+    save(root / "naevus" / long, GREEN)
+    save(root / "melanoma" / unicodedata.normalize("NFD", "für.png"), RED)
+    rows = [f"naevus/{long},a", f"melanoma/{unicodedata.normalize('NFC', 'für.png')},b", "naevus/0.png,a"]
+    data = load(root, csv=write_csv(root, "path,label", *rows))
+    assert data.labels.tolist() == [0, 1, 0]
+    assert (data.images[1] == RED).all()
+    assert len(load(root)) == 10
+    with pytest.warns(FedNoRoWarning, match=r"1 of 4 images could not be read; first: x{4000}\.png \(no such file\)"):
+        load(root, csv=write_csv(root, "path,label", *rows, "x" * 4000 + ".png,a"))
 
 
-def test_two_processes_at_once_share_one_preparation(root: Path, home: Path) -> None:
-    first = python(SLOW_LOAD, root, 0.15)
-    assert first.stdout is not None
-    assert first.stdout.readline() == "1\n"
-    data = load(root)  # waits for the other one
-    out, err = first.communicate(timeout=60)
-    assert out.splitlines()[-1] == f"images 8 {data.images.sum()}", err
-    (folder,) = home.iterdir()
-    cache.verify(folder)
+def test_images_that_the_csv_does_not_name_are_not_used(root: Path, home: Path) -> None:
+    load(root, csv=write_csv(root, "path,label", "naevus/0.png,a", "melanoma/0.png,b"))
+    assert manifest(home)["counts"] == {"a": 1, "b": 1}
+    assert manifest(home)["skipped"] == []
 
 
-def test_a_living_preparation_of_other_images_is_left_alone(root: Path, home: Path, tmp_path: Path) -> None:
-    save(tmp_path / "other" / "a" / "0.png", RED)
-    save(tmp_path / "other" / "b" / "0.png", RED)
-    child = python(SLOW_LOAD, root, 60)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "1\n"
-    assert len(load(tmp_path / "other")) == 2  # without waiting for it
-    assert child.poll() is None
-    (preparing,) = home.glob("*.preparing")
-    assert (preparing / "images.npy").exists()
-    child.kill()
-    child.communicate()
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
+def test_links_in_circles_and_to_the_outside_are_not_followed(root: Path, tmp_path: Path) -> None:
+    (root / "naevus" / "again").symlink_to(root)
+    (root / "naevus" / "self.png").symlink_to("self.png")
+    (root / "melanoma" / "secret.png").symlink_to(save(tmp_path / "outside.png", RED))
+    (root / "melanoma" / "copy.png").symlink_to("0.png")  # inside: a file like any other
+    with pytest.warns(FedNoRoWarning, match=r"3 links in .*images are not followed.*first: melanoma/secret\.png"):
+        data = load(root)
+    assert len(data) == 9
+    assert "melanoma/copy.png" in (data.ids or ())
 
 
-def test_nothing_but_its_own_remains_is_swept(root: Path, home: Path) -> None:
-    keep = [home / "work.preparing", home / "images-0123456789abcdef"]
-    for folder in keep:
-        folder.mkdir(parents=True)
-    load(root)
-    assert all(folder.is_dir() for folder in keep)
+def test_a_bomb_in_a_zip_is_skipped_and_listed_and_a_way_out_of_it_is_refused(
+    root: Path, home: Path, tmp_path: Path
+) -> None:
+    path = zipped(root, tmp_path / "images.zip")
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("naevus/bomb.png", bytes(20 * 2**20))
+    with pytest.warns(FedNoRoWarning, match=r"1 of 9 images .* first: naevus/bomb\.png \(unpacks to 20\.0 MiB from"):
+        assert len(load(path)) == 8
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("../outside.png", b"x")
+    with pytest.raises(UserError, match=r"images\.zip holds '\.\./outside\.png', which leads outside it"):
+        load(path)
+    assert not (tmp_path.parent / "outside.png").exists()
 
 
-def test_a_failing_progress_bar_leaves_nothing_behind(root: Path, home: Path) -> None:
-    def stop(what: str, done: int, total: int) -> None:
-        raise KeyboardInterrupt
+# DICOM
 
-    with pytest.raises(KeyboardInterrupt):
-        Folder(str(root), size=8).load(0, stop)
-    assert list(home.iterdir()) == []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(load(root)) == 8
+
+def dicom(file: Path, value: int) -> Path:
+    """A CT slice of one value, shown by its own window from 0 to 200."""
+    pydicom = pytest.importorskip("pydicom", reason="pydicom is not installed (extra: dicom)")
+    header = pydicom.Dataset()
+    header.file_meta = pydicom.dataset.FileMetaDataset()
+    header.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    header.SOPClassUID, header.SOPInstanceUID = pydicom.uid.CTImageStorage, pydicom.uid.generate_uid()
+    header.Rows = header.Columns = 16
+    header.BitsAllocated, header.BitsStored, header.HighBit, header.PixelRepresentation = 16, 16, 15, 1
+    header.SamplesPerPixel, header.PhotometricInterpretation = 1, "MONOCHROME2"
+    header.WindowCenter, header.WindowWidth = 100, 200
+    header.PixelData = np.full((16, 16), value, np.int16).tobytes()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    header.save_as(file, enforce_file_format=True)
+    return file
+
+
+def test_a_folder_of_dicom_files_among_others(root: Path) -> None:
+    dicom(root / "melanoma" / "a.dcm", 200)
+    dicom(root / "naevus" / "b.DICOM", 0)
+    data = load(root)
+    assert data.images.shape == (10, 8, 8, 3)
+    by_id = dict(zip(data.ids or (), data.images, strict=True))
+    assert (by_id["melanoma/a.dcm"] == 255).all()
+    assert (by_id["naevus/b.DICOM"] == 0).all()
+    assert load(root, grey=True).images.shape == (10, 8, 8, 1)
+
+
+def test_windows_of_dicom_and_files_without_an_extension(tmp_path: Path, home: Path) -> None:
+    for name in ("IM0001", "IM0002"):
+        dicom(tmp_path / "images" / name, 80)
+    csv = write_csv(tmp_path / "images", "path,label", "IM0001,a", "IM0002,b")
+    assert (load(tmp_path / "images", csv=csv).images == 102).all()
+    assert (load(tmp_path / "images", csv=csv, window="brain").images == 255).all()
+    brain, subdural, bone = load(tmp_path / "images", csv=csv, window="triple").images[0, 0, 0]
+    assert brain > subdural > bone
+    with pytest.raises(UserError, match=r"data\.window triple has three channels"):
+        load(tmp_path / "images", csv=csv, window="triple", grey=True)
+    with pytest.raises(UserError, match=r"data\.window must be file, brain or triple, got 'lung'"):
+        load(tmp_path / "images", csv=csv, window="lung")

@@ -1,15 +1,18 @@
-"""Splits: every image on one side, every class on both where possible, no group torn apart."""
+"""Splits: every image in one part, every class in each where possible, no group torn apart; what leaks is reported."""
 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednoro.data.split import train_test
+from fednoro.data.dataset import Dataset
+from fednoro.data.leakage import identical, leakage
+from fednoro.data.split import Parts, Split, read_split, train_test, write_split
 from fednoro.types import FedNoRoWarning, UserError
 
 
@@ -143,3 +146,208 @@ def test_one_group_for_all_is_an_error() -> None:
 def test_groups_of_another_length_are_an_error() -> None:
     with pytest.raises(UserError, match=r"one entry per image \(4\), got 3"):
         train_test(np.array([0, 0, 1, 1]), 0.3, rng(), ["x"] * 3)
+
+
+# Three parts.
+
+
+def pictures(labels: list[int], groups: list[str] | None = None, ids: list[str] | None = None) -> Dataset:
+    """A data set of different images; the first pixel is the position."""
+    n = len(labels)
+    images = rng(1).integers(0, 256, (n, 4, 4, 1), dtype=np.uint8)
+    images[:, 0, 0, 0] = np.arange(n) % 256
+    return Dataset(
+        images,
+        np.array(labels),
+        tuple(f"class {c}" for c in range(max(labels) + 1)),
+        None if ids is None else tuple(ids),
+        None if groups is None else tuple(groups),
+    )
+
+
+def same(a: Parts, b: Parts) -> bool:
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("train", "validation", "test"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(6, 60), min_size=1, max_size=5), st.floats(0.1, 0.4), st.floats(0.1, 0.4), st.booleans())
+def test_a_validation_part_is_taken_from_what_was_trained_on_and_leaves_the_test_part_alone(
+    counts: list[int], test: float, validation: float, grouped: bool
+) -> None:
+    labels = [c for c, n in enumerate(counts) for _ in range(n)]
+    data = pictures(labels, [f"{c}-{i % 6}" for i, c in enumerate(labels)] if grouped else None)
+    plain, parts = Split(test=test).parts(data, rng()), Split(test=test, validation=validation).parts(data, rng())
+    assert np.array_equal(parts.test, plain.test)
+    assert not len(plain.validation)
+    assert len(parts.validation)
+    assert is_partition(np.sort(np.concatenate([parts.train, parts.validation])), parts.test, len(labels))
+    assert all((np.diff(part) > 0).all() for part in (parts.train, parts.validation))
+    if grouped:
+        holders = [{data.groups[i] for i in part} for part in (parts.train, parts.validation, parts.test)]  # type: ignore[index]
+        assert not holders[0] & holders[1] and not holders[1] & holders[2] and not holders[0] & holders[2]
+    else:
+        for c, n in enumerate(counts):
+            assert abs((np.array(labels)[parts.validation] == c).sum() - n * validation) <= 1.5
+
+
+def test_a_class_too_small_for_three_parts_is_named() -> None:
+    data = pictures([0] * 20 + [1] * 2)
+    with pytest.warns(FedNoRoWarning, match="too few images to have label 1 on both sides: none in the validation set"):
+        parts = Split(validation=0.2).parts(data, rng())
+    assert 1 in data.labels[parts.train] and 1 in data.labels[parts.test]
+
+
+def test_groups_are_torn_only_where_that_was_asked_for() -> None:
+    data = pictures([0] * 40, [str(i % 4) for i in range(40)])
+    together, torn = Split().parts(data, rng()), Split(grouped=False).parts(data, rng())
+    assert leakage(data, together)["test"]["groups"] == 0
+    assert np.array_equal(torn.test, train_test(data.labels, 0.3, rng())[1])
+    with pytest.warns(
+        FedNoRoWarning, match=r"12 images of the test part belong to 4 groups .* training images as well"
+    ):
+        assert leakage(data, torn)["test"]["groups"] == 4
+
+
+@pytest.mark.parametrize(("test", "validation"), [(0.5, 0.5), (0.3, 0.7), (0.9, 0.2)])
+def test_shares_that_leave_nothing_to_train_on_are_refused(test: float, validation: float) -> None:
+    with pytest.raises(UserError, match=rf"leave images to train on, got {test} and {validation}"):
+        Split(test=test, validation=validation)
+
+
+# Splits as files.
+
+
+@pytest.mark.parametrize("ids", [None, [f"a,{i}\u00e9" for i in range(30)], [f' "{i}" ' for i in range(30)]])
+def test_a_written_split_is_read_back_as_it_was(ids: list[str] | None, tmp_path: Path) -> None:
+    data = pictures([0, 1, 2] * 10, ids=ids)
+    parts = Split(validation=0.2).parts(data, rng())
+    write_split(tmp_path / "split.csv", data, parts)
+    assert same(read_split(tmp_path / "split.csv", data), parts)
+    again = Split(test=0.9, file=str(tmp_path / "split.csv")).parts(data, rng(5))
+    assert same(again, parts), "the file decides, not the shares"
+
+
+def test_a_split_file_is_a_table_with_one_row_per_image(tmp_path: Path) -> None:
+    data = pictures([0, 0, 0, 0], ids=["d", "c", "b", "a"])
+    write_split(tmp_path / "s.csv", data, Parts(np.array([0, 3]), np.array([1]), np.array([2])))
+    assert (tmp_path / "s.csv").read_text() == "id,part\nd,train\nc,validation\nb,test\na,train\n"
+
+
+def test_rows_may_come_in_any_order_with_other_columns_between(tmp_path: Path) -> None:
+    data = pictures([0, 1, 0, 1], ids=["a", "b", "c", "d"])
+    (tmp_path / "s.csv").write_text("part,who,id\ntest,x,d\ntest,x,c\n train ,x, a\ntrain,x,b\n")
+    parts = read_split(tmp_path / "s.csv", data)
+    assert (parts.train.tolist(), parts.validation.tolist(), parts.test.tolist()) == ([0, 1], [], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ("a,train\nb,test\nx,test", "line 4: no image has the id 'x' (the first is 'a')"),
+        ("a,train\nb,test\na,test", "line 4: id 'a' is on line 2 already; keep one"),
+        ("a,train\nb,tset", "line 3: part must be train, validation or test, got 'tset'"),
+        ("a,train\nb,", "line 3: part must be train, validation or test, got ''"),
+        ("a,train\nb,test", "does not list 2 of the 4 images, 'c' first: it must give each a part"),
+        ("", "does not list 4 of the 4 images, 'a' first: it must give each a part"),
+        ("a,test\nb,test\nc,test\nd,validation", "has no image in the train part"),
+        ("a,train\nb,train\nc,train\nd,validation", "has no image in the test part"),
+    ],
+)
+def test_mistakes_in_a_split_file_are_one_line_that_names_them(rows: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "split.csv"
+    path.write_text(f"id,part\n{rows}\n")
+    with pytest.raises(UserError) as caught:
+        Split(file=str(path)).parts(pictures([0, 1, 0, 1], ids=["a", "b", "c", "d"]), rng())
+    message = str(caught.value)
+    assert message.startswith(f"split.file {path}") and message.endswith(line)
+
+
+def test_a_split_file_that_is_not_there_or_no_table_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "split.csv"
+    with pytest.raises(UserError, match=r"split\.csv: No such file"):
+        Split(file=str(path)).parts(pictures([0, 1]), rng())
+    path.write_text("image,side\n0,train\n")
+    with pytest.raises(UserError, match=r"split\.csv must have the columns id, part"):
+        Split(file=str(path)).parts(pictures([0, 1]), rng())
+
+
+def test_ids_that_are_not_unique_cannot_be_looked_up(tmp_path: Path) -> None:
+    data = pictures([0, 0, 0], ids=["a", "b", "a"])
+    write_split(tmp_path / "s.csv", data, Split().parts(data, rng()))
+    with pytest.raises(UserError, match="ids are not unique"):
+        read_split(tmp_path / "s.csv", data)
+
+
+def test_a_class_that_a_file_leaves_out_of_a_part_is_named(tmp_path: Path) -> None:
+    (tmp_path / "s.csv").write_text("id,part\n0,train\n1,train\n2,test\n")
+    with pytest.warns(FedNoRoWarning, match=r"s\.csv has no image of class 1 in the test part"):
+        read_split(tmp_path / "s.csv", pictures([0, 1, 0]))
+
+
+# Leakage.
+
+
+def parts(train: list[int], test: list[int], validation: list[int] | None = None) -> Parts:
+    return Parts(*(np.array(part or [], np.int64) for part in (train, validation, test)))
+
+
+def found(data: Dataset, split: Parts) -> tuple[dict[str, dict[str, int]], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = leakage(data, split)
+    return report, [str(w.message) for w in caught]
+
+
+def test_a_sound_split_has_nothing_to_report() -> None:
+    data = pictures([0] * 6, [str(i) for i in range(6)])
+    clean = {"samples": 0, "groups": 0, "grouped_images": 0, "identical_images": 0}
+    assert found(data, parts([0, 1], [2, 3])) == ({"test": clean}, [])
+    assert found(data, parts([0, 1], [2, 3], [4, 5])) == ({"validation": clean, "test": clean}, [])
+    assert found(pictures([0] * 4), parts([0, 1], [2, 3]))[0] == {"test": {"samples": 0, "identical_images": 0}}
+
+
+def test_each_part_is_compared_with_those_before_it() -> None:
+    data = pictures([0] * 8, ["a", "b", "c", "b", "d", "a", "c", "c"])
+    data.images[5], data.images[7] = data.images[0], data.images[2]
+    report, messages = found(data, parts([0, 1], [5, 6, 7], [2, 3, 4]))
+    assert report == {
+        "validation": {"samples": 0, "groups": 1, "grouped_images": 1, "identical_images": 0},
+        "test": {"samples": 0, "groups": 2, "grouped_images": 3, "identical_images": 2},
+    }
+    assert messages == [
+        "1 images of the validation part belong to 1 groups (patients, lesions) that have training images as well",
+        "3 images of the test part belong to 2 groups (patients, lesions) that have training or validation images "
+        "as well",
+        "2 images of the test part are pixel-identical to training or validation images",
+    ]
+
+
+def test_a_sample_in_two_parts_is_reported() -> None:
+    report, messages = found(pictures([0] * 4), parts([0, 1, 2], [2, 3]))
+    assert report["test"]["samples"] == report["test"]["identical_images"] == 1
+    assert messages[0] == "1 images of the test part are training images as well"
+
+
+def test_images_that_share_only_their_middle_row_are_different() -> None:
+    data = pictures([0] * 4)
+    data.images[:, 2] = 7
+    assert identical(data.images, np.array([2, 3]), np.array([0, 1])) == 0
+    data.images[3] = data.images[1]
+    assert identical(data.images, np.array([2, 3]), np.array([0, 1])) == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.integers(1, 29))
+def test_identical_images_are_those_that_a_full_comparison_finds(values: list[int], cut: int) -> None:
+    images = np.array(values, np.uint8).repeat(4).reshape(-1, 2, 2, 1)
+    here, there = np.arange(len(values))[:cut], np.arange(len(values))[cut:]
+    slow = sum(any((images[i] == images[j]).all() for j in there) for i in here)
+    assert identical(images, here, there) == slow
+
+
+def test_a_memory_map_is_searched_too(tmp_path: Path) -> None:
+    images = pictures([0] * 6).images
+    images[4] = images[1]
+    np.save(tmp_path / "images.npy", images)
+    mapped = np.load(tmp_path / "images.npy", mmap_mode="r")
+    assert identical(mapped, np.array([3, 4, 5]), np.array([0, 1, 2])) == 1

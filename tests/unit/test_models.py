@@ -1,10 +1,8 @@
-"""Networks, weight files, factories, and the vector that carries a network."""
+"""Networks, factories, and the vector that carries a network."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fednoro.models import Cnn, Factory, Packed, ResNet18, Resnet18, SmallCNN, initialise, load_pretrained
-from fednoro.types import FedNoRoWarning, UserError, Weights
+from fednoro.models import MODELS, Cnn, Factory, Packed, ResNet, Resnet18, Resnet34, Resnet50, SmallCNN, initialise
+from fednoro.types import UserError, Weights
 
 
 class Mixed(nn.Module):
@@ -191,11 +188,11 @@ def test_tied_parameters_are_stored_once_and_stay_tied() -> None:
     assert torch.equal(saved["tied.weight"], torch.ones(5, 4))
 
 
-# ResNet-18.
+# ResNets.
 
 
-def torchvision_resnet18(classes: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in torchvision's resnet18, written down from its published structure."""
+def torchvision_resnet(depth: int, classes: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in torchvision's ResNets, written down from their published structure."""
     expected: dict[str, tuple[int, ...]] = {}
 
     def norm(name: str, width: int) -> None:
@@ -206,38 +203,73 @@ def torchvision_resnet18(classes: int) -> dict[str, tuple[int, ...]]:
     expected["conv1.weight"] = (64, 3, 7, 7)
     norm("bn1", 64)
     inputs = 64
-    for layer, width in enumerate((64, 128, 256, 512), start=1):
-        for block in (0, 1):
+    blocks = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}[depth]
+    for layer, (width, count) in enumerate(zip((64, 128, 256, 512), blocks, strict=True), start=1):
+        outputs = 4 * width if depth == 50 else width
+        convolutions = (
+            [(width, inputs, 1), (width, width, 3), (outputs, width, 1)]
+            if depth == 50
+            else [(width, inputs, 3), (width, width, 3)]
+        )
+        for block in range(count):
             where = f"layer{layer}.{block}"
-            expected[f"{where}.conv1.weight"] = (width, inputs, 3, 3)
-            norm(f"{where}.bn1", width)
-            expected[f"{where}.conv2.weight"] = (width, width, 3, 3)
-            norm(f"{where}.bn2", width)
-            if inputs != width:
-                expected[f"{where}.downsample.0.weight"] = (width, inputs, 1, 1)
-                norm(f"{where}.downsample.1", width)
-            inputs = width
-    expected["fc.weight"], expected["fc.bias"] = (classes, 512), (classes,)
+            for i, (to, of, side) in enumerate(convolutions, start=1):
+                expected[f"{where}.conv{i}.weight"] = (to, outputs if block and i == 1 else of, side, side)
+                norm(f"{where}.bn{i}", to)
+            if block == 0 and inputs != outputs:
+                expected[f"{where}.downsample.0.weight"] = (outputs, inputs, 1, 1)
+                norm(f"{where}.downsample.1", outputs)
+        inputs = outputs
+    expected["fc.weight"], expected["fc.bias"] = (classes, inputs), (classes,)
     return expected
 
 
 @pytest.fixture(scope="module")
-def imagenet() -> ResNet18:
-    return ResNet18(1000)
+def imagenet() -> ResNet:
+    return ResNet(18, 1000)
 
 
-def test_resnet18_has_torchvisions_names_shapes_and_order(imagenet: ResNet18) -> None:
-    state = imagenet.state_dict()
-    assert len(state) == 122
-    assert sum(p.numel() for p in imagenet.parameters()) == 11_689_512
-    assert {name: tuple(value.shape) for name, value in state.items()} == torchvision_resnet18(1000)
-    assert list(state) == list(torchvision_resnet18(1000))
+@pytest.mark.parametrize(
+    ("depth", "parameters", "tensors"), [(18, 11_689_512, 122), (34, 21_797_672, 218), (50, 25_557_032, 320)]
+)
+def test_resnets_have_torchvisions_names_shapes_and_order(depth: int, parameters: int, tensors: int) -> None:
+    net = ResNet(depth, 1000)
+    state = net.state_dict()
+    assert len(state) == tensors
+    assert sum(p.numel() for p in net.parameters()) == parameters
+    assert {name: tuple(value.shape) for name, value in state.items()} == torchvision_resnet(depth, 1000)
+    assert list(state) == list(torchvision_resnet(depth, 1000))
     for name in ("layer2.0.downsample.1.running_var", "layer4.1.bn2.num_batches_tracked", "conv1.weight", "fc.bias"):
         assert name in state
 
 
+@pytest.mark.parametrize(("options", "width"), [(Resnet18(), 512), (Resnet34(), 512), (Resnet50(), 2048)])
+def test_resnets_are_chosen_by_name_and_give_their_penultimate_layer(options: Resnet18, width: int) -> None:
+    assert MODELS[f"resnet{options.depth}"] is type(options)
+    net = options.build(3, 5).eval()
+    assert isinstance(net, ResNet)
+    x = torch.randn(2, 3, 40, 24)
+    with torch.no_grad():
+        features = net.features(x)
+        assert features.shape == (2, width)
+        torch.testing.assert_close(net(x), net.fc(features))
+
+
+def test_a_bottleneck_strides_in_its_3x3_convolution_and_adds_its_shortcut_before_the_last_relu() -> None:
+    net = ResNet(50, 2).eval()
+    first, second = net.layer2[0], net.layer2[1]
+    strides = [module.stride for module in first.modules() if isinstance(module, nn.Conv2d)]
+    assert strides == [(1, 1), (2, 2), (1, 1), (2, 2)]
+    x = torch.randn(2, 512, 4, 4)
+    with torch.no_grad():
+        for parameter in second.get_submodule("bn3").parameters():
+            parameter.zero_()
+        assert torch.equal(second(x), x.clamp(min=0))
+        assert first(torch.randn(2, 256, 8, 6)).shape == (2, 512, 4, 3)
+
+
 @pytest.mark.parametrize(("height", "width"), [(8, 8), (32, 32), (64, 64), (24, 72), (1, 1)])
-def test_resnet18_takes_images_of_any_size(imagenet: ResNet18, height: int, width: int) -> None:
+def test_resnet18_takes_images_of_any_size(imagenet: ResNet, height: int, width: int) -> None:
     x = torch.randn(2, 3, height, width)
     with torch.no_grad():
         features, logits = imagenet.eval().features(x), imagenet(x)
@@ -246,7 +278,7 @@ def test_resnet18_takes_images_of_any_size(imagenet: ResNet18, height: int, widt
     torch.testing.assert_close(logits, features @ imagenet.fc.weight.T + imagenet.fc.bias, rtol=1e-4, atol=1e-4)
 
 
-def test_resnet18_reduces_the_image_as_the_paper_has_it(imagenet: ResNet18) -> None:
+def test_resnet18_reduces_the_image_as_the_paper_has_it(imagenet: ResNet) -> None:
     sizes: dict[str, tuple[int, ...]] = {}
     hooks = [
         getattr(imagenet, name).register_forward_hook(
@@ -268,7 +300,7 @@ def test_resnet18_reduces_the_image_as_the_paper_has_it(imagenet: ResNet18) -> N
     }
 
 
-def test_a_residual_block_adds_its_shortcut_before_the_last_relu(imagenet: ResNet18) -> None:
+def test_a_residual_block_adds_its_shortcut_before_the_last_relu(imagenet: ResNet) -> None:
     block = copy.deepcopy(imagenet.layer1[0]).eval()
     x = torch.randn(2, 64, 4, 4)
     with torch.no_grad():
@@ -278,9 +310,11 @@ def test_a_residual_block_adds_its_shortcut_before_the_last_relu(imagenet: ResNe
 
 
 @pytest.mark.parametrize("channels", [2, 4])
-def test_resnet18_refuses_images_that_are_neither_grey_nor_rgb(channels: int) -> None:
-    with pytest.raises(UserError, match=f"resnet18 takes images with 1 or 3 channels, the data has {channels}"):
-        Resnet18().inputs(channels)
+@pytest.mark.parametrize("options", [Resnet18(), Resnet50()])
+def test_resnets_refuse_images_that_are_neither_grey_nor_rgb(options: Resnet18, channels: int) -> None:
+    line = f"resnet{options.depth} takes images with 1 or 3 channels, the data has {channels}"
+    with pytest.raises(UserError, match=line):
+        options.inputs(channels)
 
 
 def test_how_many_channels_each_network_takes() -> None:
@@ -297,146 +331,6 @@ def test_the_small_network_takes_images_of_any_size(height: int, width: int) -> 
     assert net.features(x).shape == (3, 8)
     assert torch.equal(net(x), net.fc(net.features(x)))
     assert net(x).shape == (3, 5)
-
-
-# Weight files.
-
-
-@pytest.fixture(scope="module")
-def pretrained() -> dict[str, Tensor]:
-    return initialise(Resnet18(), 3, 7, seed=11).state_dict()
-
-
-def save(state: object, path: Path) -> Path:
-    torch.save(state, path)
-    return path
-
-
-def test_a_weight_file_gives_all_of_its_tensors(pretrained: dict[str, Tensor], tmp_path: Path) -> None:
-    path = save({**pretrained, "bn1.num_batches_tracked": torch.tensor(9)}, tmp_path / "net.pth")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net = Resnet18(weights=str(path)).build(3, 7)
-    expected = {**pretrained, "bn1.num_batches_tracked": torch.tensor(9)}
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, expected[name]), name
-
-
-def test_half_precision_wrapped_headless_weights_load_and_the_classifier_starts_fresh(
-    pretrained: dict[str, Tensor], tmp_path: Path
-) -> None:
-    half = {
-        f"module.{name}": value.half() if value.is_floating_point() else value
-        for name, value in pretrained.items()
-        if not name.startswith("fc.") and not name.endswith("num_batches_tracked")  # as in torchvision's first files
-    }
-    path = save(half, tmp_path / "half.pth")
-    with pytest.warns(FedNoRoWarning, match=r"half\.pth has no classifier"):
-        net = initialise(Resnet18(weights=str(path)), 3, 4, seed=5)
-    fresh = initialise(Resnet18(), 3, 4, seed=5).state_dict()
-    for name, value in net.state_dict().items():
-        trunk = f"module.{name}" in half
-        assert value.dtype == fresh[name].dtype
-        assert torch.equal(value, half[f"module.{name}"].float() if trunk else fresh[name]), name
-
-
-def test_a_classifier_for_other_classes_starts_fresh(pretrained: dict[str, Tensor], tmp_path: Path) -> None:
-    path = tmp_path / "net.safetensors"
-    save_file(pretrained, path)
-    with pytest.warns(FedNoRoWarning, match="no classifier for these classes"):
-        net = initialise(Resnet18(weights=str(path)), 3, 4, seed=5)
-    fresh = initialise(Resnet18(), 3, 4, seed=5)
-    assert torch.equal(net.state_dict()["fc.weight"], fresh.state_dict()["fc.weight"])
-    assert torch.equal(net.state_dict()["conv1.weight"], pretrained["conv1.weight"])
-
-
-def test_safetensors_give_all_of_their_tensors(pretrained: dict[str, Tensor], tmp_path: Path) -> None:
-    path = tmp_path / "net.safetensors"
-    save_file(pretrained, path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net = Resnet18(weights=str(path)).build(3, 7)
-    assert all(torch.equal(value, pretrained[name]) for name, value in net.state_dict().items())
-
-
-@pytest.mark.parametrize("change", ["absent", "of another shape", "not a tensor"])
-def test_a_missing_trunk_tensor_is_named(pretrained: dict[str, Tensor], tmp_path: Path, change: str) -> None:
-    state: dict[str, object] = dict(pretrained)
-    name = "layer2.0.downsample.1.running_var"
-    if change == "absent":
-        del state[name]
-    else:
-        state[name] = torch.ones(3) if change == "of another shape" else "nothing"
-    path = save(state, tmp_path / "net.pth")
-    with pytest.raises(UserError) as caught:
-        Resnet18(weights=str(path)).build(3, 7)
-    assert f"{path} has no {name} of shape (128,) (1 missing)" in str(caught.value)
-
-
-CONTENTS: dict[str, object] = {
-    "a tensor": torch.ones(3),
-    "a list": [torch.ones(3)],
-    "numbered tensors": {0: torch.ones(3)},
-    "nothing": {},
-    "somebody else's network": {"stem.weight": torch.ones(3)},
-}
-
-
-@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
-def test_a_file_of_something_else_is_refused_by_name(content: object, tmp_path: Path) -> None:
-    path = save(content, tmp_path / "net.pth")
-    with pytest.raises(UserError, match=r"model\.weights: .*net\.pth"):
-        Resnet18(weights=str(path)).build(3, 7)
-
-
-@pytest.mark.parametrize("content", [b"", b"not weights", b"\x80\x02", b"PK\x03\x04 torn archive"], ids=range(4))
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_a_damaged_file_is_refused_in_one_line(content: bytes, suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"net{suffix}"
-    path.write_bytes(content)
-    with pytest.raises(UserError) as caught:
-        load_pretrained(nn.Linear(1, 1), path)
-    assert str(caught.value).startswith(f"model.weights: {path} is not a readable weight file: ")
-    assert "\n" not in str(caught.value)
-
-
-class Malicious:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
-        return Path.touch, (self.target,)
-
-
-@pytest.mark.parametrize("archive", [True, False])
-def test_a_weight_file_never_executes_code(archive: bool, tmp_path: Path) -> None:
-    trace, path = tmp_path / "trace", tmp_path / "net.pth"
-    if archive:
-        torch.save({"conv1.weight": Malicious(trace)}, path)
-    else:
-        path.write_bytes(pickle.dumps({"conv1.weight": Malicious(trace)}))
-    with pytest.raises(UserError, match="is not a readable weight file"):
-        load_pretrained(nn.Linear(1, 1), path)
-    assert not trace.exists()
-    pickle.loads(pickle.dumps(Malicious(trace)))
-    assert trace.exists()  # the attack itself works
-
-
-def test_a_missing_weight_file_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "nowhere.pth", tmp_path):
-        with pytest.raises(UserError, match=rf"model\.weights: no such file: {path}"):
-            Resnet18(weights=str(path)).build(3, 7)
-
-
-def test_the_home_folder_may_be_written_as_a_tilde(
-    pretrained: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    save(pretrained, tmp_path / "net.pth")
-    net = Resnet18(weights="~/net.pth").build(3, 7)
-    assert torch.equal(net.state_dict()["fc.weight"], pretrained["fc.weight"])
 
 
 # Factories.

@@ -1,0 +1,117 @@
+"""Networks: each has `features` (the penultimate layer) and a linear classifier `fc` after it.
+
+The ResNets have torchvision's parameter names, so weights saved by torchvision load into them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+
+class SmallCNN(nn.Module):
+    """Three 3×3 convolutions with BatchNorm: for small images and for machines without a GPU."""
+
+    def __init__(self, channels: int, classes: int, width: int) -> None:
+        super().__init__()
+
+        def block(inputs: int, outputs: int) -> list[nn.Module]:
+            return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+        pool = nn.MaxPool2d(2, ceil_mode=True)
+        self.trunk = nn.Sequential(
+            *block(channels, width), pool, *block(width, 2 * width), pool, *block(2 * width, 2 * width)
+        )
+        self.fc = nn.Linear(2 * width, classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.trunk(x).mean((2, 3))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.features(x))  # type: ignore[no-any-return]
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions around a shortcut."""
+
+    expansion: ClassVar[int] = 1
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = _downsample(inputs, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.bn1(self.conv1(x)).relu()
+        return (self.bn2(self.conv2(y)) + shortcut).relu()  # type: ignore[no-any-return]
+
+
+class Bottleneck(nn.Module):
+    """1×1, 3×3 and 1×1 convolutions around a shortcut; the stride is in the 3×3, as torchvision has it."""
+
+    expansion: ClassVar[int] = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.downsample = _downsample(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.bn1(self.conv1(x)).relu()
+        y = self.bn2(self.conv2(y)).relu()
+        return (self.bn3(self.conv3(y)) + shortcut).relu()  # type: ignore[no-any-return]
+
+
+def _downsample(inputs: int, outputs: int, stride: int) -> nn.Module | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+class ResNet(nn.Module):
+    """ResNet-18, -34 or -50 (He et al., 2016) for 3-channel images."""
+
+    blocks: ClassVar[dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]]] = {
+        18: (BasicBlock, (2, 2, 2, 2)),
+        34: (BasicBlock, (3, 4, 6, 3)),
+        50: (Bottleneck, (3, 4, 6, 3)),
+    }
+
+    def __init__(self, depth: int, classes: int) -> None:
+        super().__init__()
+        block, counts = self.blocks[depth]
+
+        def layer(inputs: int, width: int, stride: int, count: int) -> nn.Sequential:
+            outputs = width * block.expansion
+            return nn.Sequential(block(inputs, width, stride), *(block(outputs, width, 1) for _ in range(count - 1)))
+
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        self.layer1 = layer(64, 64, 1, counts[0])
+        self.layer2 = layer(64 * block.expansion, 128, 2, counts[1])
+        self.layer3 = layer(128 * block.expansion, 256, 2, counts[2])
+        self.layer4 = layer(256 * block.expansion, 512, 2, counts[3])
+        self.fc = nn.Linear(512 * block.expansion, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.bn1(self.conv1(x)).relu())
+        return self.layer4(self.layer3(self.layer2(self.layer1(x)))).mean((2, 3))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.features(x))  # type: ignore[no-any-return]
