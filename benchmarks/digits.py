@@ -40,6 +40,10 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=None, help="also draw curves and class losses (extra: report)")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
+    if options.figure:
+        import matplotlib  # before the runs, not after them
+
+        matplotlib.use("Agg")
     out = str(options.out or tempfile.mkdtemp(prefix="fednoro-"))
     jobs = [(m, s, options.overrides, out) for m in options.methods for s in range(options.seeds)]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -62,9 +66,6 @@ def main() -> None:
 
 def draw(runs: Mapping[str, Sequence[fednoro.Run]], path: Path) -> None:
     """What FedNoRo's detector saw in its first run, and every method's BACC over the rounds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=[1, 1.25], layout="constrained")

@@ -7,12 +7,14 @@ run.best, run.last, run.detection, run.folder
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fednoro.experiment import Run, load, resume, run
 
 __all__ = ["Run", "load", "resume", "run"]
+_PIECES = ("aggregate", "data", "detect", "losses", "methods", "metrics", "models", "noise", "partition")
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +23,6 @@ def __getattr__(name: str) -> Any:
         from fednoro import experiment
 
         return getattr(experiment, name)
+    if name in _PIECES:
+        return importlib.import_module(f"fednoro.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

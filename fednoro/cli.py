@@ -193,7 +193,9 @@ def prepare(
         terminal.close()
     if not quiet:
         console.print(prepared_table(done), soft_wrap=True)
-        again = " ".join(shlex.quote(item) for item in overrides[preset == name :])
+        # The paper's presets add noise to clean labels; a user's own labels are what they are.
+        chosen = overrides[1:] if preset == name else [*overrides, "noise=none"]
+        again = " ".join(shlex.quote(item) for item in chosen)
         console.print(f"use it with: fednoro run {preset} {again}", soft_wrap=True, highlight=False, markup=False)
 
 
@@ -206,7 +208,7 @@ def _quoted(text: str) -> str:
 def config(items: Items = None) -> None:
     """Print the resolved configuration as YAML: every option with its value.
 
-    Example: fednoro config ich method=fedla > my.yaml
+    Example: fednoro config ich data.path=~/rsna method=fedla > my.yaml
     """
     from fednoro.config import dump, resolve
 

@@ -86,9 +86,13 @@ def resolve(source: str | Path | Mapping[str, Any] = "digits", overrides: Sequen
     """A checked configuration from a preset's name, a YAML file or a mapping, with `key=value` overrides."""
     tree = _base(source)
     # Choices first: `method.tau=2 method=fedla` means the same in either order.
-    for override in sorted(overrides, key=lambda text: "." in text.partition("=")[0]):
+    for override in sorted(overrides, key=_is_option):
         _override(tree, override)
     return _build(tree)
+
+
+def _is_option(override: str) -> bool:
+    return "." in override.partition("=")[0].removesuffix(".name")
 
 
 def seeds(overrides: Sequence[str]) -> tuple[list[int], list[str]]:
@@ -121,6 +125,23 @@ def dump(config: Config) -> str:
         else:
             tree[item.name] = _plain(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def anchored(config: Config) -> Config:
+    """The same with files and folders by their absolute paths, so that a run can be resumed from anywhere."""
+
+    def absolute(part: Any) -> Any:
+        given = {
+            item.name: getattr(part, item.name) for item in dataclasses.fields(part) if "Literal" not in str(item.type)
+        }
+        paths = {name: Path(value).expanduser() for name, value in given.items() if value and isinstance(value, str)}
+        return dataclasses.replace(
+            part, **{name: str(path.absolute()) for name, path in paths.items() if path.exists()}
+        )
+
+    return dataclasses.replace(
+        config, **{section: absolute(getattr(config, section)) for section in ("data", "split", "noise", "model")}
+    )
 
 
 def section_name(config: Config, section: str) -> str:

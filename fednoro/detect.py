@@ -221,7 +221,7 @@ def _fit_mixture(points: FloatArray, covariance: Covariance, seed: int) -> Any:
     """A scikit-learn mixture of two, None where the fit broke down."""
     try:
         with _quietly():
-            return GaussianMixture(2, covariance_type=covariance, random_state=seed).fit(points)
+            return GaussianMixture(2, covariance_type=covariance, random_state=seed % 2**32).fit(points)
     except ValueError:
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from fednoro.rounds import Turn
 from fednoro.runs import RunFolder
 from fednoro.types import State
 
+PLAIN_EVERY = 10.0  # seconds between lines of progress where there is no terminal
+
 
 class Terminal(Watcher):
     """Shows a run on a console; where that is no terminal, one line per round."""
@@ -30,7 +33,7 @@ class Terminal(Watcher):
         self.live = console.is_terminal and not quiet
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._what = ""
+        self._what, self._said = "", 0.0
         self._federation: Federation | None = None
         self._rounds = self._done = 0
         self._best = 0.0
@@ -39,8 +42,10 @@ class Terminal(Watcher):
 
     def progress(self, what: str, done: int, total: int) -> None:
         if not self.live:
-            if what != self._what and not self.quiet:
-                self.console.print(f"{what} …", highlight=False)
+            now = time.monotonic()
+            if not self.quiet and (what != self._what or now - self._said > PLAIN_EVERY):
+                self.console.print(f"{what} … {f'{done}/{total}' if total else done}", highlight=False)
+                self._said = now
             self._what = what
             return
         if self._bar is None or what != self._what:

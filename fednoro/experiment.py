@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fednoro.aggregate import average
 from fednoro.clients import Client
-from fednoro.config import Config, dump, resolve, section_name
+from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.data.dataset import Dataset
 from fednoro.data.split import write_split
 from fednoro.engine import EagerEngine, choose_device, worthwhile_threads
@@ -29,6 +29,7 @@ from fednoro.models import Packed, initialise
 from fednoro.rounds import Evaluation, Turn, play
 from fednoro.runs import RunFolder, environment, to_device
 from fednoro.types import FedNoRoWarning, FloatArray, IntArray, State, Step, Task, UserError, Weights
+from fednoro.verdicts import verdicts
 
 
 class Watcher:
@@ -86,8 +87,7 @@ def run(
     folder.create()
     try:
         with _held(folder, watcher):
-            write_whole(folder.path / "config.yaml", dump(config).encode())
-            write_json(folder.path / "environment.json", environment(device))
+            write_whole(folder.path / "config.yaml", dump(anchored(config)).encode())
             return _carry_on(folder, config, device, watcher)
     except Exception:
         if not (folder.path / "split.npz").exists():
@@ -155,6 +155,8 @@ def _carry_on(folder: RunFolder, config: Config, device: torch.device, watcher: 
         lab = _Lab(config, dataset, device)
         net = lab.network()
     with worthwhile_threads(net, (config.train.batch, lab.inputs, *dataset.images.shape[1:3])):
+        if not (folder.path / "environment.json").exists():
+            write_json(folder.path / "environment.json", environment(device))
         return _train(folder, lab, watcher)
 
 
@@ -280,11 +282,11 @@ def _finish(folder: RunFolder, config: Config, federation: Federation, state: St
     judged = state.memo.get("detection")
     verdict = None
     if judged is not None:
-        flagged = {int(k): row["noisy"] for k, row in judged["clients"].items()}
-        verdict = {**judged, "flagged": sorted(k for k, noisy in flagged.items() if noisy)}
+        known = verdicts(state)
+        flagged = [known.get(k, True) for k in range(len(federation.parts))]  # as they were trained
+        verdict = {**judged, "flagged": [k for k, noisy in enumerate(flagged) if noisy]}
         if federation.noisy is not None:
-            known = sorted(flagged)
-            recall, precision, exact = detection([flagged[k] for k in known], federation.noisy[known])
+            recall, precision, exact = detection(flagged, federation.noisy)
             truth = [int(k) for k in federation.noisy.nonzero()[0]]
             verdict |= {"noisy": truth, "recall": recall, "precision": precision, "exact": exact}
         write_json(folder.path / "detection.json", verdict)

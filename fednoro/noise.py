@@ -369,13 +369,13 @@ class FromFile(Options):
 
 @dataclass(frozen=True)
 class NoNoise(Options):
-    """The labels as they are."""
+    """The labels as they are; nobody knows which of them are wrong."""
 
     section: ClassVar[str] = "noise"
 
     def apply(self, labels: IntArray, parts: Sequence[IntArray], context: Context) -> Noise:
         """See `Kind.apply`."""
-        return Noise(np.array(labels, dtype=np.int64), np.zeros(len(parts), dtype=np.bool_), np.zeros(len(parts)))
+        return Noise(np.array(labels, dtype=np.int64), None, np.zeros(len(parts)))
 
 
 NOISES: dict[str, type[Kind]] = {

@@ -82,7 +82,8 @@ class Folder(Options):
             settings={"size": self.size, "crop": self.crop, "grey": self.grey, "window": self.window},
             processes=not kinds <= _PICTURES,
         )
-        return Plan(recipe, partial(_decode, size=self.size, crop=self.crop, grey=self.grey, window=self.window))
+        decode = partial(_decode, size=self.size, crop=self.crop, grey=self.grey, window=self.window)
+        return Plan(recipe, decode, _left_out(tree, records, listed=self.csv is not None))
 
 
 def _decode(data: bytes, size: int, crop: Crop, grey: bool, window: Window) -> NDArray[np.uint8]:
@@ -100,7 +101,7 @@ def _from_class_folders(tree: Tree) -> list[Record]:
     records = []
     for name in tree.names:
         inside = name.removeprefix(top)
-        if "/" in inside and PurePosixPath(name).suffix.lower() in _PICTURES | _DICOM:
+        if "/" in inside and _may_be_image(name):
             records.append(Record(name, inside.partition("/")[0], inside))
     if not records:
         raise UserError(
@@ -108,6 +109,20 @@ def _from_class_folders(tree: Tree) -> list[Record]:
             "name a CSV of paths and labels with data.csv where they are kept otherwise"
         )
     return records
+
+
+def _may_be_image(name: str) -> bool:
+    # Archives of hospitals name DICOM files without an ending; what such a file holds shows when it is decoded.
+    return PurePosixPath(name).suffix.lower() in {"", *_PICTURES, *_DICOM}
+
+
+def _left_out(tree: Tree, records: list[Record], listed: bool) -> list[tuple[str, str]]:
+    """What lies among the images and is none of them: images that the CSV does not list, or else other files."""
+    used, top = {record.path for record in records}, _top(tree)
+    rest = [name for name in tree.names if name not in used]
+    if listed:
+        return [(name, "the CSV does not list it") for name in rest if _may_be_image(name)]
+    return [(name, "not a JPEG, PNG or DICOM file") for name in rest if "/" in name.removeprefix(top)]
 
 
 def _top(tree: Tree) -> str:

@@ -42,7 +42,7 @@ class FedNoRo(Method):
 
     warmup: int = option(10, "rounds before the clients are judged (T1)", ge=1)
     lam_max: float = option(0.8, "largest weight of distillation against the given labels", ge=0, le=1)
-    ramp_end: int | None = option(None, "round at which that weight is reached; half of all rounds if not given", ge=1)
+    ramp_end: int | None = option(None, "rounds after which that weight is reached; default: 39/90 of stage 2", ge=1)
     temperature: float = option(0.8, "temperature of the teacher", gt=0)
     behaviour: Literal["paper", "reference"] = option("paper", "as the paper says, or as its published code does")
     covariance: Literal["full", "tied", "diag", "spherical"] = option("full", "shape of the mixture's components")
@@ -50,7 +50,7 @@ class FedNoRo(Method):
 
     def check(self, rounds: int) -> None:
         if self.warmup >= rounds:
-            raise UserError(f"method.warmup must be below train.rounds ({rounds}), got {self.warmup}")
+            raise UserError(f"method.warmup must be below train.rounds ({rounds}), got {self.warmup}: set either")
         if self.ramp_end is not None and self.ramp_end < self.warmup:
             raise UserError(f"method.ramp_end must be at least method.warmup ({self.warmup}), got {self.ramp_end}")
 
@@ -67,7 +67,8 @@ class FedNoRo(Method):
 
     def lam(self, state: State) -> float:
         """The weight of distillation in the coming round."""
-        end = max(state.rounds // 2 - 1, self.warmup) if self.ramp_end is None else self.ramp_end
+        share = 39 / 90  # of stage 2: the published code's 10 to 49 of 100 rounds
+        end = self.warmup + round(share * (state.rounds - self.warmup)) if self.ramp_end is None else self.ramp_end
         return gaussian_ramp(state.round, self.warmup, end, self.lam_max, start_at_zero=self.behaviour == "paper")
 
     def aux(self, task: Task, site: Site) -> dict[str, Tensor]:

@@ -98,7 +98,10 @@ class Factory(Options):
             raise UserError(f"model.factory {self.factory!r} cannot be imported: {error}") from error
         if not callable(factory):
             raise UserError(f"model.factory {self.factory!r} is a {type(factory).__name__}, not a function")
-        net = factory(channels=channels, classes=classes, **self.options)
+        try:
+            net = factory(channels=channels, classes=classes, **self.options)
+        except TypeError as error:
+            raise UserError(f"model.factory {self.factory!r} cannot be called: {error}") from error
         if not isinstance(net, nn.Module):
             raise UserError(f"model.factory {self.factory!r} returned {type(net).__name__}, not a torch.nn.Module")
         return net

@@ -290,7 +290,7 @@ def test_options_reach_the_source(call: Call, tmp_path: Path) -> None:
     assert done.manifest()["shape"] == [20, 16, 16, 3]
     done = told(call("prepare", "medmnist", "--from", str(medmnist(tmp_path / "med")), "names=[benign, malign]"))
     assert done.counts == {"benign": 16, "malign": 16}
-    assert done.command.endswith(" 'data.names=[benign, malign]'")
+    assert done.command.endswith(" 'data.names=[benign, malign]' noise=none")
 
 
 def test_what_is_left_out_is_shown_with_the_reason_on_one_line_each(call: Call, tmp_path: Path) -> None:

@@ -34,3 +34,4 @@ def test_the_tutorial_finds_the_two_sites_with_wrong_labels(tmp_path: Path) -> N
     assert re.findall(r"(\w+) looks noisy", printed) == ["north", "west"]
     assert len(re.findall(r"looks clean", printed)) == 4
     assert "720 images" in printed
+    assert "labels wrong" not in printed and "recall" not in printed  # nobody knows the truth about a user's labels

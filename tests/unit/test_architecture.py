@@ -156,3 +156,8 @@ def test_torchvision_is_never_imported() -> None:
     for path in files:
         found = [name for name in imports(path.read_text(encoding="utf-8")) if name.split(".")[0] == "torchvision"]
         assert not found, f"{path} imports torchvision"
+
+
+def test_the_pieces_are_reached_from_the_package() -> None:
+    code = "import fednoro; print(fednoro.detect.NoisyClientDetector, fednoro.partition.iid, fednoro.losses.distill)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

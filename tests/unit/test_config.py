@@ -76,7 +76,7 @@ def test_the_papers_presets_hold_the_papers_settings(
     preset: str, p: float, alpha: float, flips: tuple[float, float], rounds: int, epochs: int, warmup: int, size: int
 ) -> None:
     config = with_data(preset)
-    assert config.split == Split(test=0.3)
+    assert config.split == Split(test=0.3, grouped=False)
     assert dataclasses.asdict(config.partition) == {"clients": 20, "p": p, "alpha": alpha}
     assert section_name(config, "partition") == "bernoulli_dirichlet"
     assert isinstance(config.noise, HIDN) and config.noise.rate == 0.4
@@ -306,7 +306,7 @@ def test_an_option_of_several_types_is_named_plainly() -> None:
         ("noise.rate=1.4", "noise.rate must be in [0, 1], got 1.4"),
         ("noise.low=0.9 noise.high=0.7", "noise.low must be <= noise.high, got 0.9 and 0.7"),
         ("methods.fednoro.lam_max=2", "method.lam_max must be in [0, 1], got 2.0"),
-        ("method.warmup=60 train.rounds=60", "method.warmup must be below train.rounds (60), got 60"),
+        ("method.warmup=60 train.rounds=60", "method.warmup must be below train.rounds (60), got 60: set either"),
         ("method.ramp_end=3 method.warmup=5", "method.ramp_end must be at least method.warmup (5), got 3"),
         ("name=a/b", "name must be a plain folder name, got 'a/b'"),
         ("name=a\\b", "name must be a plain folder name, got 'a\\\\b'"),
@@ -398,3 +398,9 @@ def test_seeds_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"^seed must .*got '") as caught:
         seeds([f"seed={text}"])
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("choice", ["method=fedla", "method.name=fedla"])
+def test_a_choice_and_its_option_may_come_in_either_order(choice: str) -> None:
+    for overrides in ([choice, "method.tau=2"], ["method.tau=2", choice]):
+        assert resolve("digits", overrides).method == METHODS["fedla"](tau=2.0)

@@ -401,7 +401,20 @@ def test_long_names_and_both_spellings_of_an_umlaut(root: Path) -> None:
 def test_images_that_the_csv_does_not_name_are_not_used(root: Path, home: Path) -> None:
     load(root, csv=write_csv(root, "path,label", "naevus/0.png,a", "melanoma/0.png,b"))
     assert manifest(home)["counts"] == {"a": 1, "b": 1}
-    assert manifest(home)["skipped"] == []
+    skipped = manifest(home)["skipped"]
+    assert len(skipped) == 6 and {entry["reason"] for entry in skipped} == {"the CSV does not list it"}
+
+
+def test_other_files_among_the_images_are_listed(root: Path, home: Path) -> None:
+    (root / "naevus" / "notes.txt").write_text("not an image", encoding="utf-8")
+    load(root)
+    assert manifest(home)["skipped"] == [{"path": "naevus/notes.txt", "reason": "not a JPEG, PNG or DICOM file"}]
+
+
+def test_images_without_an_ending_are_read_by_what_they_hold(root: Path) -> None:
+    before = len(load(root))
+    (root / "naevus" / "0.png").rename(root / "naevus" / "IM0001")
+    assert len(load(root)) == before
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")

@@ -389,3 +389,8 @@ def test_the_order_of_classes_and_clients_does_not_matter(
     np.testing.assert_allclose(turned.posterior_, plain.posterior_, atol=1e-6)
     assert plain.noisy_.tolist() == turned.noisy_.tolist() == truth.tolist()
     assert fit(losses[clients], **options).noisy_.tolist() == truth[clients].tolist()
+
+
+def test_a_seed_beyond_32_bits_still_finds_the_noisy_clients() -> None:
+    losses = np.concatenate([np.full((6, 3), 0.2), np.full((4, 3), 2.0)]) + np.linspace(0, 0.1, 30).reshape(10, 3)
+    assert NoisyClientDetector(seed=2**40).fit(losses).noisy_.tolist() == [False] * 6 + [True] * 4

@@ -153,7 +153,7 @@ def test_scoring_leaves_model_and_round_alone() -> None:
     assert rows["4"]["posterior"] > 0.5 > rows["0"]["posterior"]
 
 
-@pytest.mark.parametrize(("rounds", "warmup", "begin", "end"), [(100, 10, 10, 49), (300, 20, 20, 149), (30, 4, 4, 14)])
+@pytest.mark.parametrize(("rounds", "warmup", "begin", "end"), [(100, 10, 10, 49), (300, 20, 20, 141), (30, 4, 4, 15)])
 @both_behaviours
 def test_lam_of_each_round_follows_the_ramp(behaviour: Any, rounds: int, warmup: int, begin: int, end: int) -> None:
     method = FedNoRo(warmup=warmup, behaviour=behaviour)

@@ -406,3 +406,8 @@ def test_the_same_seed_gives_the_same_weights_in_any_order_of_construction() -> 
 def test_a_factory_must_be_a_function() -> None:
     with pytest.raises(UserError, match=r"model\.factory 'math:pi' is a float, not a function"):
         Factory(factory="math:pi").build(1, 2)
+
+
+def test_a_factory_that_does_not_take_its_options_is_named() -> None:
+    with pytest.raises(UserError, match=r"model\.factory 'builtins:dict' returned dict|cannot be called"):
+        Factory(factory="builtins:len", options={"depth": 3}).build(1, 2)

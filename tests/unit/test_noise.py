@@ -551,12 +551,12 @@ def test_from_file_changes_the_clients_labels_only_and_knows_no_truth(tmp_path):
     assert noise.rates.tolist() == [0.5, 0.0]
 
 
-def test_no_noise_copies_the_labels():
+def test_no_noise_copies_the_labels_and_claims_no_truth():
     labels, parts, _ = clients()
     noise = NoNoise().apply(labels, parts, context())
     assert np.array_equal(noise.observed, labels)
     assert noise.observed is not labels
-    assert noise.noisy.tolist() == [False] * 10
+    assert noise.noisy is None  # nobody knows
     assert noise.rates.tolist() == [0.0] * 10
 
 
