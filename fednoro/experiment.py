@@ -153,17 +153,16 @@ def _carry_on(folder: RunFolder, config: Config, device: torch.device, watcher: 
     with _warnings_to(watcher):
         dataset = config.data.load(config.seed, watcher.progress)
         lab = _Lab(config, dataset, device)
-        net = lab.network()
+        net = lab.network()  # before the annotators: a model that cannot be built fails at once
     with worthwhile_threads(net, (config.train.batch, lab.inputs, *dataset.images.shape[1:3])):
         if not (folder.path / "environment.json").exists():
             write_json(folder.path / "environment.json", environment(device))
-        return _train(folder, lab, watcher)
+        return _train(folder, lab, Packed(net).weights(), watcher)
 
 
-def _train(folder: RunFolder, lab: _Lab, watcher: Watcher) -> Run:
+def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Run:
     config, dataset, device = lab.config, lab.dataset, lab.device
     with _warnings_to(watcher):
-        start = Packed(lab.network()).weights()  # before the annotators: a model that cannot be built fails at once
         federation = _federation(folder, lab, watcher)
         clients = {client.id: client for client in federation.clients()}
         engine = lab.engine(tuple(clients.values()))

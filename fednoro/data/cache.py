@@ -142,9 +142,14 @@ def verify(cache_dir: Path) -> Dataset:
     return dataset
 
 
+def home_folder(home: str | None) -> Path:
+    """Where caches are kept: as given, or $FEDNORO_CACHE, or ~/.cache/fednoro."""
+    return Path(home or os.environ.get("FEDNORO_CACHE") or "~/.cache/fednoro").expanduser()
+
+
 def _ensure(plan: Plan, home: str | None, progress: Progress | None) -> tuple[Path, bool]:
     """The folder of a complete cache, and whether it was there already."""
-    where = Path(home or os.environ.get("FEDNORO_CACHE") or "~/.cache/fednoro").expanduser()
+    where = home_folder(home)
     recipe = plan.recipe
     stamps = [recipe.tree.stamp(record.path) for record in recipe.records]
     fingerprint = _fingerprint(plan, stamps)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 import warnings
 from collections import Counter
@@ -26,7 +25,7 @@ from typing import ClassVar, Literal
 
 from fednoro.data import cache
 from fednoro.data.archive import Tree, open_tree
-from fednoro.data.cache import Plan, Recipe, Record
+from fednoro.data.cache import Plan, Recipe, Record, home_folder
 from fednoro.data.dataset import Dataset
 from fednoro.data.dicom import check_pydicom, decode_dicom, patient
 from fednoro.data.rows import Progress
@@ -243,7 +242,7 @@ def _with_patients(tree: Tree, records: list[Record], home: str | None, progress
     """The records with their patients, whose ids are in the headers; those are read once and remembered."""
     files = [(record.path, tree.stamp(record.path)) for record in records]
     key = hashlib.sha256(json.dumps([str(tree.path), files]).encode()).hexdigest()[:16]
-    where = Path(home or os.environ.get("FEDNORO_CACHE") or "~/.cache/fednoro").expanduser()
+    where = home_folder(home)
     memory = where / f"ich-patients-{key}.json"
     try:
         groups = json.loads(memory.read_text("utf-8"))
