@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
@@ -21,25 +21,27 @@ from torch import Tensor
 from fednoro.types import FedNoRoWarning, UserError, Weights
 
 Distance = Literal["paper", "reference"]
-Models: TypeAlias = Tensor | NDArray[Any] | Sequence[Mapping[str, Tensor]]  # K×P, or K state dicts
+Models: TypeAlias = Tensor | NDArray[Any] | Sequence[Tensor] | Sequence[Mapping[str, Tensor]]
 
-_COLUMNS = 2**18  # of one float64 block: 40 MiB at K = 20
+_BLOCK = {"cpu": 2**22, "cuda": 2**25}  # entries of one float64 block, over all models: 32 and 256 MiB
 # A block's Gram entries carry a relative error of some 1e-15 (float64 sums, accumulated in blocks), so a d² below
 # this share of ‖w_i‖² + ‖w_j‖² says no more than "equal"; at the share itself d is still good to about 1%.
 _ROUNDING = 1e-13
 _LARGEST = 1e150  # the squares of larger entries leave float64
 
 
-def pairwise_distances(models: Tensor) -> Tensor:
-    """L2 distances between the rows of a K×P matrix on any device: K×K, float64, on the CPU.
+def pairwise_distances(models: Tensor | Sequence[Tensor]) -> Tensor:
+    """L2 distances between K vectors, or the rows of a K×P matrix, on any device: K×K, float64, on the CPU.
 
     All come from one Gram matrix of the rows minus their mean, which keeps the common part of the models
     out of the subtraction. Distances below about 3e-7 of the centred rows' norms are returned as 0.
     """
-    k = len(models)
+    vectors = [model.detach() for model in models]
+    k = len(vectors)
     gram = torch.zeros(k, k, dtype=torch.float64)
-    for block in torch.split(models.detach(), _COLUMNS, dim=1):
-        rows = _float64(block)
+    columns = _BLOCK.get(vectors[0].device.type, _BLOCK["cpu"]) // k if k else 1
+    for blocks in zip(*(torch.split(vector, max(columns, 1)) for vector in vectors), strict=True):
+        rows = _float64(torch.stack(blocks))
         rows = rows - rows.mean(dim=0)
         gram = gram.to(rows.device).addmm_(rows, rows.T)
     gram = (gram + gram.T).cpu() / 2
@@ -55,16 +57,16 @@ def nearest_clean(
     """d(k), the distance of each client to its nearest clean one; exactly 0 for the clean clients.
 
     Args:
-        models: K×P, or K state dicts, of which the floating-point tensors count.
+        models: K×P, K vectors, or K state dicts, of which the floating-point tensors count.
         noisy: one boolean per client; at least one must be clean.
         distance: "paper" is one norm over the whole vector, "reference" the sum of one norm per tensor.
-        segments: sizes of the tensors within a K×P matrix, for "reference"; state dicts bring their own.
+        segments: sizes of the tensors within a vector, for "reference"; state dicts bring their own.
     """
-    matrix, sizes = _matrix(models, distance, segments)
-    flagged = _flags(noisy, len(matrix))
+    vectors, sizes = _vectors(models, distance, segments)
+    flagged = _flags(noisy, len(vectors))
     if flagged.all():
         raise UserError("nearest_clean needs at least one clean client, all are flagged")
-    return _nearest(matrix, sizes, flagged)
+    return _nearest(vectors, sizes, flagged)
 
 
 def daagg_weights(
@@ -79,23 +81,23 @@ def daagg_weights(
     By size alone when nobody is flagged, when everybody is, or when no flagged client is at a distance.
 
     Args:
-        models: K×P, or K state dicts.
+        models: see `nearest_clean`.
         sizes: samples N_k of each client.
         noisy: one boolean per client.
         distance: see `nearest_clean`.
         segments: see `nearest_clean`.
     """
-    matrix, parts = _matrix(models, distance, segments)
+    vectors, parts = _vectors(models, distance, segments)
     by_size = size_weights(sizes)
-    if len(by_size) != len(matrix):
-        raise UserError(f"sizes must have one entry per model ({len(matrix)}), got {len(by_size)}")
-    flagged = _flags(noisy, len(matrix))
+    if len(by_size) != len(vectors):
+        raise UserError(f"sizes must have one entry per model ({len(vectors)}), got {len(by_size)}")
+    flagged = _flags(noisy, len(vectors))
     if flagged.all():
         warnings.warn("every client is flagged as noisy: models are weighted by size", FedNoRoWarning, stacklevel=2)
         return by_size
     if not flagged.any():  # spares the distances
         return by_size
-    return distance_weights(_nearest(matrix, parts, flagged), sizes)
+    return distance_weights(_nearest(vectors, parts, flagged), sizes)
 
 
 def distance_weights(distances: Tensor, sizes: ArrayLike | Tensor) -> Tensor:
@@ -167,27 +169,38 @@ def _float64(values: Tensor) -> Tensor:
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
-def _matrix(models: Models, distance: Distance, segments: Sequence[int] | None) -> tuple[Tensor, list[int]]:
-    """Models as K×P and the widths of the column blocks that have a norm of their own."""
+def _vectors(models: Models, distance: Distance, segments: Sequence[int] | None) -> tuple[list[Tensor], list[int]]:
+    """Models as K vectors and the widths of the parts that have a norm of their own."""
     if distance not in get_args(Distance):
         raise UserError(f"distance must be one of {', '.join(get_args(Distance))}, got {distance!r}")
     if isinstance(models, np.ndarray):
         models = torch.from_numpy(np.require(models, requirements=["C", "W"]))
-    elif not isinstance(models, Tensor):
-        models, segments = _stack(models)
-    if models.ndim != 2 or not models.numel() or not models.is_floating_point():
-        raise UserError(
-            f"models must be a floating-point K×P matrix, got {models.dtype} of shape {tuple(models.shape)}"
-        )
-    _check_finite(models)
-    width = models.shape[1]
+    if isinstance(models, Tensor):
+        if models.ndim != 2 or not models.numel() or not models.is_floating_point():
+            raise UserError(
+                f"models must be a floating-point K×P matrix, got {models.dtype} of shape {tuple(models.shape)}"
+            )
+        vectors = list(models.detach().unbind())
+    elif models and all(isinstance(model, Tensor) for model in models):
+        vectors = [model.detach() for model in models if isinstance(model, Tensor)]
+        for k, vector in enumerate(vectors):
+            if vector.ndim != 1 or vector.shape != vectors[0].shape or not vector.is_floating_point():
+                raise UserError(
+                    f"models must be floating-point vectors of one length, got {vector.dtype} of shape "
+                    f"{tuple(vector.shape)} for client {k} and {tuple(vectors[0].shape)} for client 0"
+                )
+    else:
+        matrix, segments = _stack(cast("Sequence[Mapping[str, Tensor]]", models))
+        vectors = list(matrix.unbind())
+    _check_finite(vectors)
+    width = len(vectors[0])
     if distance == "paper":
-        return models.detach(), [width]
+        return vectors, [width]
     if segments is None:
-        raise UserError('distance "reference" on a K×P matrix needs `segments`, the size of each tensor')
+        raise UserError('distance "reference" on vectors needs `segments`, the size of each tensor')
     if sum(segments) != width:
         raise UserError(f"segments must add up to the {width} columns of models, got {sum(segments)}")
-    return models.detach(), list(segments)
+    return vectors, list(segments)
 
 
 def _stack(models: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, list[int]]:
@@ -216,8 +229,9 @@ def _stack(models: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, list[int]]:
     return matrix, sizes
 
 
-def _nearest(matrix: Tensor, sizes: list[int], flagged: Tensor) -> Tensor:
-    between = torch.stack([pairwise_distances(part) for part in torch.split(matrix, sizes, dim=1)]).sum(dim=0)
+def _nearest(vectors: Sequence[Tensor], sizes: list[int], flagged: Tensor) -> Tensor:
+    parts = zip(*(torch.split(vector, sizes) for vector in vectors), strict=True)
+    between = torch.stack([pairwise_distances(part) for part in parts]).sum(dim=0)
     return torch.where(flagged, between[:, ~flagged].amin(dim=1), 0.0)
 
 
@@ -228,8 +242,7 @@ def _flags(noisy: ArrayLike | Tensor, k: int) -> Tensor:
     return flagged
 
 
-def _check_finite(matrix: Tensor) -> None:
-    low, high = torch.aminmax(matrix, dim=1)
-    extremes = torch.maximum(low.abs(), high.abs()).cpu().double()
+def _check_finite(vectors: Sequence[Tensor]) -> None:
+    extremes = torch.stack([torch.stack(torch.aminmax(vector)).abs().amax() for vector in vectors]).cpu().double()
     if bad := (~(extremes < _LARGEST)).nonzero().flatten().tolist():
         raise UserError(f"the model of client {bad[0]} has weights that are not finite: leave this client out")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import yaml
 
@@ -46,6 +46,11 @@ class General(Options):
     name: str | None = option(None, "the run's folder name; made from data, method and seed if not given")
     out: str = option("runs", "where run folders are made")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, …")
+    engine: Literal["auto", "eager", "cpu", "cuda"] = option(
+        "auto", "auto: the fastest for the device; eager: the plain loop"
+    )
+    precision: Literal["fp32", "tf32", "bf16"] = option("fp32", "arithmetic on CUDA: fp32, or the faster tf32 and bf16")
+    compile: bool = option(False, "on CUDA, torch.compile the network: slow to start, faster after")
     checkpoint_every: int = option(5, "rounds between checkpoints", ge=1)
 
     def __post_init__(self) -> None:

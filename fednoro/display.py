@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -61,7 +60,7 @@ class Terminal(Watcher):
         self._what = what
         self._bar.update(self._task, completed=done)
 
-    def started(self, config: Config, folder: Path, federation: Federation, state: State, device: torch.device) -> None:
+    def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
         self.close()
         self._federation, self._rounds, self._done = federation, state.rounds, state.round
         self._best = max((record["bacc"] for record in RunFolder(folder).rounds()), default=0.0)
@@ -81,7 +80,8 @@ class Terminal(Watcher):
             f"{names['method']} on {names['data']}: {training} and {len(federation.test)} test images, "
             f"{state.classes} classes, {len(sizes)} clients of {min(sizes)} to {max(sizes)} images"
         )
-        self._say(f"partition {names['partition']}; {noise}; model {names['model']} on {device}; seed {config.seed}")
+        self._say(f"partition {names['partition']}; {noise}; model {names['model']}; seed {config.seed}")
+        self._say(f"engine: {escape(engine)}")
         if state.round:
             self._say(f"going on after round {state.round}")
         if self.live:

@@ -14,28 +14,31 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from fednoro.aggregate import average
 from fednoro.clients import Client
 from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.data.dataset import Dataset
 from fednoro.data.split import write_split
-from fednoro.engine import EagerEngine, choose_device, worthwhile_threads
+from fednoro.engine import EagerEngine, Hardware, choose_device, worthwhile_threads
 from fednoro.federation import Federation, assemble, fingerprint
 from fednoro.files import disk_errors, write_json, write_whole
+from fednoro.methods import Method
 from fednoro.metrics import best_last, confusion, detection
 from fednoro.models import Packed, initialise
 from fednoro.rounds import Evaluation, Turn, play
-from fednoro.runs import RunFolder, environment, to_device
-from fednoro.types import FedNoRoWarning, FloatArray, IntArray, State, Step, Task, UserError, Weights
+from fednoro.runs import RunFolder, Saver, environment, to_device
+from fednoro.types import Failure, FedNoRoWarning, FloatArray, IntArray, Reply, Site, State, Task, UserError, Weights
 from fednoro.verdicts import verdicts
+
+ANNOTATORS = 16  # networks that are held at once
 
 
 class Watcher:
     """Told what happens during a run; this one passes warnings on and keeps quiet otherwise."""
 
-    def started(self, config: Config, folder: Path, federation: Federation, state: State, device: torch.device) -> None:
+    def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
         """The federation stands and training begins, or goes on from `state`."""
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -82,13 +85,13 @@ def run(
         config = resolve(config, overrides)
     elif overrides:
         raise UserError("overrides go with a preset, a file or a mapping, not with a finished Config")
-    device, watcher = choose_device(config.device), watcher or Watcher()
+    hardware, watcher = _hardware(config), watcher or Watcher()
     folder = RunFolder(_free_folder(config))
     folder.create()
     try:
         with _held(folder, watcher):
             write_whole(folder.path / "config.yaml", dump(anchored(config)).encode())
-            return _carry_on(folder, config, device, watcher)
+            return _carry_on(folder, config, hardware, watcher)
     except Exception:
         if not (folder.path / "split.npz").exists():
             shutil.rmtree(folder.path, ignore_errors=True)  # nothing was begun that could be resumed
@@ -101,11 +104,15 @@ def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
     if not (folder.path / "config.yaml").is_file():
         raise UserError(f"{folder.path} is not a run folder: it has no config.yaml")
     config = resolve(folder.path / "config.yaml")
-    device, watcher = choose_device(config.device), watcher or Watcher()
+    hardware, watcher = _hardware(config), watcher or Watcher()
     with _held(folder, watcher):
         if folder.finished:
             return load(folder.path)
-        return _carry_on(folder, config, device, watcher)
+        return _carry_on(folder, config, hardware, watcher)
+
+
+def _hardware(config: Config) -> Hardware:
+    return Hardware(choose_device(config.device), config.engine, config.precision, config.compile)
 
 
 def load(path: str | Path) -> Run:
@@ -149,29 +156,32 @@ def _held(folder: RunFolder, watcher: Watcher) -> Iterator[None]:
         folder.unlock()
 
 
-def _carry_on(folder: RunFolder, config: Config, device: torch.device, watcher: Watcher) -> Run:
+def _carry_on(folder: RunFolder, config: Config, hardware: Hardware, watcher: Watcher) -> Run:
+    if hardware.device.type == "cpu":
+        hardware = replace(hardware, lanes=torch.get_num_threads())  # before a small network is given one
     with _warnings_to(watcher):
         dataset = config.data.load(config.seed, watcher.progress)
-        lab = _Lab(config, dataset, device)
+        lab = _Lab(config, dataset, hardware, watcher)
         net = lab.network()  # before the annotators: a model that cannot be built fails at once
     with worthwhile_threads(net, (config.train.batch, lab.inputs, *dataset.images.shape[1:3])):
         if not (folder.path / "environment.json").exists():
-            write_json(folder.path / "environment.json", environment(device))
+            write_json(folder.path / "environment.json", environment(hardware.device))
         return _train(folder, lab, Packed(net).weights(), watcher)
 
 
 def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Run:
-    config, dataset, device = lab.config, lab.dataset, lab.device
+    config, dataset = lab.config, lab.dataset
     with _warnings_to(watcher):
         federation = _federation(folder, lab, watcher)
         clients = {client.id: client for client in federation.clients()}
-        engine = lab.engine(tuple(clients.values()))
+        engine = lab.engine
+        engine.serve(clients.values())
         state = folder.restore(clients)
         if state is None:
             if config.model.recalibrate:
                 start = _recalibrated(start, engine, watcher)
             state = State(start, 0, config.train.rounds, len(dataset.classes), config.seed)
-    state = to_device(state, device)
+    state = to_device(state, engine.device)
 
     def measure(weights: Weights, part: IntArray) -> Evaluation:
         truth = torch.from_numpy(dataset.labels[part])
@@ -185,9 +195,9 @@ def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Ru
             return tested
         return replace(tested, validation_bacc=measure(weights, federation.validation).bacc)
 
-    watcher.started(config, folder.path, federation, state, device)
+    watcher.started(config, folder.path, federation, state, engine.describe())
     options = config.train
-    saved, reached = state.round, folder.snapshot(state, clients)
+    saved, reached, saver = state.round, folder.snapshot(state, clients), Saver(folder)
     try:
         for turn in play(
             config.method, state, engine.exchange, sorted(clients), evaluate, options.participation, options.failures
@@ -199,10 +209,12 @@ def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Ru
             for message in turn.warnings:
                 watcher.warned(message)
             if state.round - saved >= config.checkpoint_every or turn.task == "score" or state.round == state.rounds:
-                folder.write(reached)
+                saver.write(reached)
                 saved = state.round
+        saver.wait()
     except KeyboardInterrupt:
-        folder.write(reached)  # not what the logs and the clients' memories are now: that may be half a round
+        saver.write(reached)  # not what the logs and the clients' memories are now: that may be half a round
+        saver.wait()
         raise
     result = _finish(folder, config, federation, state, engine.net)
     watcher.finished(result)
@@ -210,35 +222,55 @@ def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Ru
 
 
 class _Lab:
-    """What training needs before there are clients: the network, the data and the device."""
+    """What training needs before there are clients: the network, the data and the hardware."""
 
-    def __init__(self, config: Config, dataset: Dataset, device: torch.device) -> None:
-        self.config, self.dataset, self.device = config, dataset, device
+    def __init__(self, config: Config, dataset: Dataset, hardware: Hardware, watcher: Watcher) -> None:
+        self.config, self.dataset, self.hardware, self.watcher = config, dataset, hardware, watcher
         self.inputs = config.model.inputs(dataset.images.shape[3])
 
     def network(self, purpose: str = "model", *keys: int) -> nn.Module:
         model, classes = self.config.model, len(self.dataset.classes)
         return initialise(model, self.inputs, classes, self.config.seed, purpose, *keys)
 
-    def engine(self, clients: tuple[Client, ...] = ()) -> EagerEngine:
-        config = self.config
-        return EagerEngine(self.network, self.dataset, self.inputs, config.train, config.seed, self.device, clients)
-
     @cached_property
-    def _annotators(self) -> EagerEngine:
-        return self.engine()
+    def engine(self) -> EagerEngine:
+        return self._engine_on(self.hardware)
 
-    def annotate(self, k: int, index: IntArray) -> FloatArray:
-        """Algorithm 1, lines 3 to 5: a network of the client's own, trained on its clean labels."""
-        site = self._annotators.site(Client(k, f"annotator {k}", index, self.dataset.labels[index]))
-        task = Task("annotate", 0, Packed(self.network("annotator", k), self.device).weights())
-        epochs = getattr(self.config.noise, "epochs", None)
-        weights, _ = site.train(task, _cross_entropy, {}, epochs=epochs)
-        return site.logits(task, weights).double().softmax(1).cpu().numpy()
+    def _engine_on(self, hardware: Hardware) -> EagerEngine:
+        config = self.config
+        return hardware.engine(self.network, self.dataset, self.inputs, config.train, config.seed)
+
+    def annotate(self, parts: Mapping[int, IntArray]) -> dict[int, FloatArray]:
+        """Algorithm 1, lines 3 to 5: for each client a network of its own, trained on its clean labels."""
+        opinions: dict[int, FloatArray] = {}
+        # The labels must not depend on how the training computes.
+        exact = self.hardware.precision == "fp32"
+        engine = self.engine if exact else self._engine_on(replace(self.hardware, precision="fp32"))
+        engine.serve(Client(k, f"annotator {k}", index, self.dataset.labels[index]) for k, index in parts.items())
+        todo = sorted(parts)
+        for start in range(0, len(todo), ANNOTATORS):
+            tasks = {
+                k: Task("annotate", 0, Packed(self.network("annotator", k), engine.device).weights())
+                for k in todo[start : start + ANNOTATORS]
+            }
+            self.watcher.progress("training annotators for the noisy clients", start, len(todo))
+            for item in engine.exchange(_Annotator(getattr(self.config.noise, "epochs", 1)), tasks):
+                if isinstance(item, Failure):
+                    raise item.error or RuntimeError(item.reason)
+                opinions[item.client] = torch.as_tensor(item.metrics["p"]).cpu().numpy()
+                self.watcher.progress("training annotators for the noisy clients", len(opinions), len(todo))
+        return opinions
 
 
-def _cross_entropy(step: Step) -> Tensor:
-    return F.cross_entropy(step.net(step.x), step.y)
+@dataclass(frozen=True)
+class _Annotator(Method):
+    """Plain training on true labels, and what the trained network thinks of them."""
+
+    epochs: int = 1
+
+    def work(self, task: Task, site: Site) -> Reply:
+        weights, _ = site.train(task, self.loss, {}, epochs=self.epochs)
+        return Reply(site.client, site.size, metrics={"p": site.logits(task, weights).double().softmax(1)})
 
 
 def _recalibrated(start: Weights, engine: EagerEngine, watcher: Watcher) -> Weights:
@@ -264,9 +296,7 @@ def _federation(folder: RunFolder, lab: _Lab, watcher: Watcher) -> Federation:
         if federation.fingerprint != fingerprint(lab.dataset):
             raise UserError(f"the data has changed since {folder.path} began: it cannot be resumed")
         return federation
-    federation = assemble(
-        lab.dataset, config.split, config.partition, config.noise, config.seed, lab.annotate, watcher.progress
-    )
+    federation = assemble(lab.dataset, config.split, config.partition, config.noise, config.seed, lab.annotate)
     write_split(folder.path / "split.csv", lab.dataset, federation.split)
     federation.save(path)
     return federation

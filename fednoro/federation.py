@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -99,8 +99,7 @@ def assemble(
     partition: Partition,
     noise: Kind,
     seed: int,
-    annotate: Callable[[int, IntArray], FloatArray],
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    annotate: Callable[[Mapping[int, IntArray]], Mapping[int, FloatArray]],
 ) -> Federation:
     """Splits the data, shares the training part out to clients, and adds noise to their labels."""
     parts = split.parts(dataset, generator(seed, "split"))
@@ -112,7 +111,6 @@ def assemble(
         ids=dataset.ids,
         rng=partial(generator, seed),
         annotate=annotate,
-        progress=progress,
     )
     outcome = noise.apply(dataset.labels, indices, context)
     return Federation(

@@ -11,7 +11,7 @@ import csv
 import dataclasses
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -224,8 +224,7 @@ class Context:
     classes: tuple[str, ...]
     ids: tuple[str, ...] | None
     rng: Callable[..., np.random.Generator]  # (purpose, *keys)
-    annotate: Callable[[int, IntArray], FloatArray]  # (client, its indices) → N_k×C of an annotator trained on them
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None
+    annotate: Callable[[Mapping[int, IntArray]], Mapping[int, FloatArray]]  # clients' indices → N_k×C by annotators
 
 
 @dataclass(frozen=True)
@@ -247,6 +246,7 @@ def _on_noisy_clients(
     parts: Sequence[IntArray],
     context: Context,
     relabel: Callable[[int, IntArray, np.random.Generator], IntArray],
+    prepare: Callable[[list[int]], None] = lambda chosen: None,
 ) -> Noise:
     """Draws round(rate·K) clients; `relabel` gives client k's labels anew from the true ones and its own generator."""
     n = round(rate * len(parts))
@@ -255,8 +255,8 @@ def _on_noisy_clients(
         warnings.warn(message, FedNoRoWarning, stacklevel=3)
     observed = np.array(labels, dtype=np.int64)
     chosen = np.sort(context.rng("noise.clients").choice(len(parts), n, replace=False))
-    for done, k in enumerate(chosen.tolist()):
-        context.progress("making labels noisy, client by client", done, n)
+    prepare(chosen.tolist())
+    for k in chosen.tolist():
         observed[parts[k]] = relabel(k, labels[parts[k]], context.rng("noise", k))
     rates = _changed(observed, labels, parts)
     for k in chosen[rates[chosen] == 0]:
@@ -294,11 +294,12 @@ class Flips(Options):
         parts: Sequence[IntArray],
         context: Context,
         flip: Callable[[int, IntArray, float, np.random.Generator], IntArray],
+        prepare: Callable[[list[int]], None] = lambda chosen: None,
     ) -> Noise:
         def relabel(k: int, y: IntArray, rng: np.random.Generator) -> IntArray:
             return flip(k, y, rng.uniform(self.low, self.high), rng)
 
-        return _on_noisy_clients(self.rate, labels, parts, context, relabel)
+        return _on_noisy_clients(self.rate, labels, parts, context, relabel, prepare)
 
 
 @dataclass(frozen=True)
@@ -309,11 +310,15 @@ class HIDN(Flips):
 
     def apply(self, labels: IntArray, parts: Sequence[IntArray], context: Context) -> Noise:
         """See `flip_labels`."""
+        opinions: dict[int, FloatArray] = {}
+
+        def ask(chosen: list[int]) -> None:
+            opinions.update(context.annotate({k: parts[k] for k in chosen}))
 
         def flip(k: int, y: IntArray, eta: float, rng: np.random.Generator) -> IntArray:
-            return flip_labels(y, context.annotate(k, parts[k]), eta, rng)
+            return flip_labels(y, opinions[k], eta, rng)
 
-        return self._flip(labels, parts, context, flip)
+        return self._flip(labels, parts, context, flip, ask)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -208,6 +209,26 @@ class RunFolder:
         return snapshot.state
 
 
+class Saver:
+    """Writes checkpoints while the training goes on, one at a time."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._pending: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Begins to write; raises what went wrong with the one before."""
+        self.wait()
+        self._pending = self._thread.submit(self._folder.write, snapshot)
+
+    def wait(self) -> None:
+        """Returns when everything is written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+
 def load_checkpoint(path: Path) -> Snapshot:
     """What a checkpoint holds."""
     try:
@@ -271,5 +292,5 @@ def _checksum(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(facts).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

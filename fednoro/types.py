@@ -116,7 +116,8 @@ class Step:
     """One batch as `Method.loss` sees it.
 
     `anchor` is the global model as received, in eval mode and without gradients. `u` holds uniforms
-    on [0, 1), one row per image and one column per draw that the method asked for.
+    on [0, 1), one row per image and one column per draw that the method asked for. `rows` has the
+    batch's rows of the tensors that the method keeps per image.
     """
 
     net: nn.Module
@@ -126,6 +127,7 @@ class Step:
     index: Tensor  # B, positions within the client's own data
     aux: Mapping[str, Tensor]
     u: Tensor  # B×draws
+    rows: Mapping[str, Tensor] = field(default_factory=dict)  # B×…
 
 
 class Site(Protocol):
@@ -141,11 +143,15 @@ class Site(Protocol):
 
     @property
     def memory(self) -> dict[str, Tensor]:
-        """What a method keeps at this client; it survives rounds and resume."""
+        """What a method keeps at this client, through rounds and resume; tensors are replaced, not changed in place."""
 
     @property
     def labels(self) -> Tensor:
         """The labels to train on: as observed, or as corrected in `memory["labels"]`."""
+
+    @property
+    def counts(self) -> Tensor:
+        """How many of `labels` each class has, C."""
 
     @property
     def size(self) -> int:
@@ -158,6 +164,7 @@ class Site(Protocol):
         aux: Mapping[str, Tensor],
         draws: int = 0,
         epochs: int | None = None,
+        rows: Mapping[str, Tensor] | None = None,
     ) -> tuple[Weights, Tensor]:
         """Local epochs from `task.weights`: the trained weights and the mean loss."""
 

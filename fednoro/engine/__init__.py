@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
+from torch import nn
 
+from fednoro.clients import Client
+from fednoro.data.dataset import Dataset
+from fednoro.engine.cpu import CpuEngine
+from fednoro.engine.cuda import CudaEngine
 from fednoro.engine.eager import EagerEngine
+from fednoro.engine.graphs import Precision
 from fednoro.engine.threads import worthwhile_threads
-from fednoro.types import UserError
+from fednoro.training import Training
+from fednoro.types import FedNoRoWarning, UserError
 
-__all__ = ["EagerEngine", "choose_device", "worthwhile_threads"]
+__all__ = [
+    "CpuEngine", "CudaEngine", "EagerEngine", "Hardware", "Kind", "Precision", "choose_device", "worthwhile_threads",
+]  # fmt: skip
+
+Kind = Literal["auto", "eager", "cpu", "cuda"]
+
+SHARE_OF_MEMORY = 0.5  # of a GPU that images may take
 
 
 def choose_device(name: str) -> torch.device:
     """`auto` takes CUDA where there is one; anything else is a torch device name."""
+    # Streams that share a hardware queue wait for each other; eight queues, the driver's default, are too few.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -21,3 +42,54 @@ def choose_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What runs the local steps: a device, an engine for it, and the arithmetic."""
+
+    device: torch.device
+    kind: Kind = "auto"
+    precision: Precision = "fp32"
+    compiled: bool = False
+    lanes: int | None = None  # clients at a time; by default what the machine and the memory allow
+
+    def __post_init__(self) -> None:
+        device = self.device.type
+        if self.kind in ("cpu", "cuda") and self.kind != device:
+            raise UserError(
+                f"engine {self.kind} runs on a {self.kind} device, got device {self.device}: use engine=auto"
+            )
+        if device != "cuda" and self.precision != "fp32":
+            raise UserError(f"precision {self.precision} needs a CUDA device, got device {self.device}: use fp32")
+        if self.kind == "eager" and self.precision != "fp32":
+            raise UserError(f"the eager engine computes in fp32, got precision {self.precision}: use engine=auto")
+
+    def engine(
+        self,
+        network: Callable[[], nn.Module],
+        dataset: Dataset,
+        inputs: int,
+        training: Training,
+        seed: int,
+        clients: Sequence[Client] = (),
+    ) -> EagerEngine:
+        """The engine that serves best here; it describes itself."""
+        given = (network, dataset, inputs, training, seed, self.device, clients)
+        if self.kind == "eager" or self.device.type not in ("cpu", "cuda"):
+            return EagerEngine(*given)
+        if self.device.type == "cpu":
+            return CpuEngine(*given, lanes=self.lanes)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if dataset.images.nbytes > SHARE_OF_MEMORY * free:
+            need, have = (f"{size / 2**30:.1f} GiB" for size in (dataset.images.nbytes, free))
+            message = f"the eager engine in fp32, because the images ({need}) leave too little of the GPU's {have} free"
+            warnings.warn(message, FedNoRoWarning, stacklevel=2)
+            return EagerEngine(*given, resident=False)
+        try:
+            return CudaEngine(*given, precision=self.precision, compiled=self.compiled, lanes=self.lanes)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            message = "the eager engine in fp32, because the GPU's memory does not hold one network per stream"
+            warnings.warn(message, FedNoRoWarning, stacklevel=2)
+            return EagerEngine(*given)

@@ -1,35 +1,34 @@
 """The plain loop on any device: one client after another, one batch after another.
 
-It is the reference that every faster engine is compared with. Nothing is reallocated from client to
-client: one network and one anchor take over each client's weights in place.
+It is the reference that every faster engine is compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import adam
 
 from fednoro.clients import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.images import DRAWS, Images
+from fednoro.engine.lane import EVALUATION_BATCH, Lane, batches, blocks, normalise_by_running_statistics, room, schedule
 from fednoro.methods import Method
 from fednoro.models import Packed
 from fednoro.seeds import generator, torch_seed
 from fednoro.training import Training
 from fednoro.types import Failure, IntArray, Reply, Step, Task, Weights
 
-EVALUATION_BATCH = 512
-
 
 class EagerEngine:
     """Runs local work for simulated clients on one device."""
 
     name = "eager"
+    evaluation_batch: int = EVALUATION_BATCH
 
     def __init__(
         self,
@@ -40,55 +39,66 @@ class EagerEngine:
         seed: int,
         device: torch.device,
         clients: Sequence[Client] = (),
+        images: Images | None = None,
+        resident: bool = True,
     ) -> None:
         if device.type == "cuda":
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
             torch.backends.cudnn.allow_tf32 = False  # a reference that keeps all of float32's digits
         self.device, self.seed, self.training = device, seed, training
         self.classes = len(dataset.classes)
-        self.images = Images(dataset.images, inputs, training.augment, device)
-        self.net, self.anchor = Packed(network(), device), Packed(network(), device)
-        self.adam = Adam(self.net)
-        self.anchor.net.eval().requires_grad_(False)
+        self.images = images or Images(dataset.images, inputs, training.augment, device, resident)
+        self.lane = Lane(network(), device)
+        self.room = room(inputs * dataset.images.shape[1] * dataset.images.shape[2], training.batch)
+        self.serve(clients)
+
+    def serve(self, clients: Iterable[Client]) -> None:
+        """From now on, tasks are for these clients."""
         self.clients = {client.id: client for client in clients}
 
+    @property
+    def net(self) -> Packed:
+        return self.lane.net
+
+    def describe(self) -> str:
+        """The engine in a few words, for people."""
+        return f"{self.name} on {self.device}"
+
+    def check_halted(self) -> None:
+        """Raises where the work is no longer wanted; one client at a time can always finish."""
+
+    def seeded(self, task: Task, client: int) -> AbstractContextManager[None]:
+        """Seeds torch's own generator for a client's training: dropout and the like draw from it."""
+        return torch_seed(self.seed, f"{task.name}.network", task.round, client)
+
     def site(self, client: Client) -> EagerSite:
-        return EagerSite(self, client)
+        return EagerSite(self, self.lane, client)
 
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
         """Each client's answer, in client order; a client that raises becomes a `Failure`."""
         for k in sorted(tasks):
-            try:
-                yield method.work(tasks[k], self.site(self.clients[k]))
-            except Exception as error:
-                yield Failure(k, f"{type(error).__name__}: {error}", error)
+            yield answered(k, lambda k=k: method.work(tasks[k], self.site(self.clients[k])))  # type: ignore[misc]
 
-    def logits(self, weights: Weights, index: IntArray, u: Tensor | None = None) -> Tensor:
+    def logits(self, weights: Weights, index: IntArray) -> Tensor:
         """Outputs in eval mode for the images at `index`, N×C."""
-        self.anchor.load(weights)
-        where = torch.from_numpy(index).to(self.device)
-        with torch.inference_mode():
-            parts = [
-                self.anchor.net(self.images.batch(part, None if u is None else u[i * EVALUATION_BATCH :][: len(part)]))
-                for i, part in enumerate(torch.split(where, EVALUATION_BATCH))
-            ]
-        return torch.cat(parts)
+        parts = torch.split(torch.from_numpy(index).to(self.device), self.evaluation_batch)
+        return self.lane.logits(self.images, weights, parts, [None] * len(parts))
 
     def recalibrate(self, weights: Weights, client: Client) -> Weights:
         """`weights` with BatchNorm's running statistics re-estimated on the client's images, of which it needs two."""
-        self.net.load(weights)
-        self.net.net.eval()  # no dropout
-        momenta = [norm.train().momentum for norm in self.net.norms]
-        where, seen = torch.from_numpy(client.index).to(self.device), 0
-        with torch.no_grad():
-            for part in torch.tensor_split(where, -(-len(where) // EVALUATION_BATCH)):  # of equal size, never one alone
-                seen += len(part)
-                for norm in self.net.norms:
-                    norm.momentum = len(part) / seen  # so that each image counts the same
-                self.net.net(self.images.batch(part))
-        for norm, momentum in zip(self.net.norms, momenta, strict=True):
-            norm.momentum = momentum
-        return replace(self.net.weights(), counters=weights.counters)
+        return self.lane.recalibrate(self.images, weights, client.index)
+
+
+def answered(client: int, work: Callable[[], Reply]) -> Reply | Failure:
+    """A client's answer; an exception is one as well."""
+    try:
+        return work()
+    except Exception as error:
+        return failure(client, error)
+
+
+def failure(client: int, error: Exception) -> Failure:
+    return Failure(client, f"{type(error).__name__}: {error}", error)
 
 
 @dataclass
@@ -96,6 +106,7 @@ class EagerSite:
     """One client's data on the engine's device."""
 
     engine: EagerEngine
+    lane: Lane
     data: Client
 
     @property
@@ -118,6 +129,10 @@ class EagerSite:
     def labels(self) -> Tensor:
         return self.data.labels.to(self.engine.device)
 
+    @property
+    def counts(self) -> Tensor:
+        return torch.bincount(self.data.labels.cpu(), minlength=self.classes).to(self.engine.device)
+
     def train(
         self,
         task: Task,
@@ -125,69 +140,40 @@ class EagerSite:
         aux: Mapping[str, Tensor],
         draws: int = 0,
         epochs: int | None = None,
+        rows: Mapping[str, Tensor] | None = None,
     ) -> tuple[Weights, Tensor]:
         """Local epochs from `task.weights` with a fresh Adam: the trained weights and the mean loss."""
-        engine, device, options = self.engine, self.engine.device, self.engine.training
-        engine.net.load(task.weights)
-        engine.anchor.load(task.weights)
-        engine.adam.reset()
+        engine, lane, options = self.engine, self.lane, self.engine.training
+        device = engine.device
+        lane.load(task.weights)
         where, labels = torch.from_numpy(self.data.index).to(device), self.labels
-        rng = generator(engine.seed, task.name, task.round, self.client)
         total, seen = torch.zeros((), device=device), 0
-        engine.net.net.train()
-        with torch_seed(engine.seed, f"{task.name}.network", task.round, self.client):  # for dropout and the like
-            for _ in range(options.epochs if epochs is None else epochs):
-                order = torch.from_numpy(rng.permutation(self.size)).to(device)
-                u = torch.from_numpy(rng.random((self.size, DRAWS + draws), dtype=np.float32)).to(device)
-                for start in range(0, self.size, options.batch):
-                    index = order[start : start + options.batch]
-                    uniforms = u[start : start + options.batch]
+        lane.net.net.train()
+        with engine.seeded(task, self.client):
+            count = options.epochs if epochs is None else epochs
+            for epoch in schedule(engine.seed, task, self.client, self.size, draws, count):
+                order, u = torch.from_numpy(epoch.order).to(device), torch.from_numpy(epoch.u).to(device)
+                for first, last, _ in blocks(batches(self.size, options.batch), engine.room):
+                    index, uniforms = order[first:last], u[first:last]
                     x = engine.images.batch(where[index], uniforms[:, :DRAWS])
-                    step = Step(engine.net.net, engine.anchor.net, x, labels[index], index, aux, uniforms[:, DRAWS:])
-                    _normalise_by_running_statistics(engine.net, alone=len(index) == 1)
-                    engine.net.gradient.zero_()
-                    value = loss(step)
-                    value.backward()  # type: ignore[no-untyped-call]
-                    engine.adam.step(options)
-                    total += value.detach() * len(index)
-                    seen += len(index)
-        return engine.net.weights(), total / max(seen, 1)
+                    whole = (x, labels[index], index, uniforms[:, DRAWS:], *(v[index] for v in (rows or {}).values()))
+                    for x, y, i, v, *r in zip(*(torch.split(part, options.batch) for part in whole), strict=True):
+                        engine.check_halted()
+                        mine = dict(zip(rows or {}, r, strict=True))
+                        normalise_by_running_statistics(lane.net, alone=len(i) == 1)
+                        value = loss(Step(lane.net.net, lane.anchor.net, x, y, i, aux, v, mine))
+                        lane.descend(value, options)
+                        total.add_(value.detach(), alpha=len(i))
+                        seen += len(i)
+        return lane.net.weights(), total / max(seen, 1)
 
     def logits(self, task: Task, weights: Weights, augment: bool = False) -> Tensor:
         """Outputs for all of the client's images in eval mode, N×C; on augmented images if asked."""
-        u = None
+        engine = self.engine
+        parts = torch.split(torch.from_numpy(self.data.index).to(engine.device), engine.evaluation_batch)
+        u: Sequence[Tensor | None] = [None] * len(parts)
         if augment:
-            rng = generator(self.engine.seed, f"{task.name}.augment", task.round, self.client)
-            u = torch.from_numpy(rng.random((self.size, DRAWS), dtype=np.float32)).to(self.engine.device)
-        return self.engine.logits(weights, self.data.index, u)
-
-
-class Adam:
-    """Adam over a packed network: one elementwise update of one vector, and state that is reset in place.
-
-    The functional form does what `torch.optim.Adam` does without loading the compiler at start-up.
-    """
-
-    def __init__(self, packed: Packed) -> None:
-        self.values, self.gradient = packed.values[: packed.trainable], packed.gradient
-        self.mean, self.square = torch.zeros_like(self.gradient), torch.zeros_like(self.gradient)
-        self.steps = torch.zeros((), device=self.gradient.device)
-
-    def reset(self) -> None:
-        """As new: every client begins every round with a fresh optimizer."""
-        for tensor in (self.mean, self.square, self.steps):
-            tensor.zero_()
-
-    def step(self, options: Training) -> None:
-        with torch.no_grad():
-            adam(
-                [self.values], [self.gradient], [self.mean], [self.square], [], [self.steps],
-                lr=options.lr, weight_decay=options.weight_decay, beta1=0.9, beta2=0.999, eps=1e-8,
-                fused=True, foreach=False, amsgrad=False, maximize=False,
-            )  # fmt: skip
-
-
-def _normalise_by_running_statistics(packed: Packed, alone: bool) -> None:
-    # A single image has no batch statistics (PyTorch refuses them on 1×1 maps): use the running ones.
-    for norm in packed.norms:
-        norm.training = not alone
+            rng = generator(engine.seed, f"{task.name}.augment", task.round, self.client)
+            drawn = torch.from_numpy(rng.random((self.size, DRAWS), dtype=np.float32)).to(engine.device)
+            u = torch.split(drawn, engine.evaluation_batch)
+        return self.lane.logits(engine.images, weights, parts, u)

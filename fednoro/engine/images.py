@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fednoro.engine import kernels
 from fednoro.training import Augment
 
 DRAWS = 4  # uniforms that augmenting one image takes: angle, two shifts, flip
@@ -20,12 +21,24 @@ GREY_MEAN, GREY_DEVIATION = 0.449, 0.226
 
 
 class Images:
-    """All images of a data set; a memory map stays on disk where the device is the CPU."""
+    """All images of a data set, on the device.
 
-    def __init__(self, images: NDArray[np.uint8], inputs: int, augment: Augment, device: torch.device) -> None:
+    A memory map stays on disk where the device is the CPU; with `resident=False` any array stays where it is.
+    """
+
+    def __init__(
+        self,
+        images: NDArray[np.uint8],
+        inputs: int,
+        augment: Augment,
+        device: torch.device,
+        resident: bool = True,
+    ) -> None:
         self.device, self.augment = device, augment
-        self._mapped = images if isinstance(images, np.memmap) and device.type == "cpu" else None
+        mapped = isinstance(images, np.memmap) and device.type == "cpu"
+        self._mapped = images if mapped or not resident else None
         self._resident: Tensor | None = None
+        self._channels_last = device.type == "cpu"  # oneDNN, pooling and normalisation are faster there
         if self._mapped is None:  # copied only where torch could not take the array as it is
             self._resident = torch.from_numpy(np.require(images, requirements=["C", "W"])).to(device)
         mean = MEAN if inputs == 3 else (GREY_MEAN,) * inputs
@@ -33,17 +46,32 @@ class Images:
         self._mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
         self._deviation = torch.tensor(deviation, device=device).view(1, -1, 1, 1)
 
+    def into(self, out: Tensor, index: Tensor, u: Tensor | None = None) -> Tensor:
+        """As `batch`, in one kernel: fills B×H×W×C and returns it as B×C×H×W; for images that are on a GPU."""
+        assert self._resident is not None
+        mean, deviation = self._mean.flatten(), self._deviation.flatten()
+        kernels.prepare(self._resident, index, u, mean, deviation, self.augment, out)
+        return out.permute(0, 3, 1, 2)
+
     def batch(self, index: Tensor, u: Tensor | None = None) -> Tensor:
         """The images at `index` as B×C×H×W floats; augmented where uniforms `u` (B×4) are given."""
         if self._resident is not None:
             raw = self._resident.index_select(0, index)
         else:
             assert self._mapped is not None
-            raw = torch.from_numpy(np.ascontiguousarray(self._mapped[index.numpy()]))
+            raw = torch.from_numpy(np.ascontiguousarray(self._mapped[index.cpu().numpy()])).to(self.device)
         x = raw.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format) / 255
         if u is not None and self.augment.active:
             x = affine(x, u, self.augment)
-        return (x - self._mean) / self._deviation  # repeats grey to all inputs: a grey image as if it were RGB
+        x = (x - self._mean) / self._deviation  # repeats grey to all inputs: a grey image as if it were RGB
+        return _channels_last(x) if self._channels_last else x.contiguous()
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Channels last for all layers to come: with one channel the layouts are the same and only the strides tell."""
+    _, channels, height, width = x.shape
+    strides = (height * width * channels, 1, width * channels, channels)
+    return x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, strides)
 
 
 def affine(x: Tensor, u: Tensor, augment: Augment) -> Tensor:

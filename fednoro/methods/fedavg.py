@@ -5,8 +5,8 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
     client    w_k ← local epochs on CE(f(x), y), from w_g
     server    w_g ← Σ_k N_k w_k / Σ_j N_j
 
-A method is a frozen dataclass of its hyper-parameters and up to five functions. `plan` and `fold` run on
-the server, `aux`, `loss` and `work` on the client. `loss` is a pure tensor function of its `Step`: no
+A method is a frozen dataclass of its hyper-parameters and a few functions. `plan` and `fold` run on
+the server, `aux`, `rows`, `loss` and `work` on the client. `loss` is a pure tensor function of its `Step`: no
 `.item()`, no branch on a tensor's value, no numpy, so that an engine may capture it once and replay it.
 """
 
@@ -43,13 +43,18 @@ class Method(Options):
         """Client: the small tensors that `loss` needs for this task."""
         return {}
 
+    def rows(self, task: Task, site: Site) -> dict[str, Tensor]:
+        """Client: what `loss` needs per image (N_k×…); a step has its batch's rows of it."""
+        return {}
+
     def loss(self, step: Step) -> Tensor:
         """Client: one batch's objective."""
         return F.cross_entropy(step.net(step.x), step.y)
 
     def work(self, task: Task, site: Site) -> Reply:
         """Client: local epochs with `loss`."""
-        weights, loss = site.train(task, self.loss, self.aux(task, site), self.draws)
+        aux, rows = self.aux(task, site), self.rows(task, site)
+        weights, loss = site.train(task, self.loss, aux, self.draws, rows=rows)
         return Reply(site.client, site.size, weights, {"loss": loss})
 
     def fold(self, state: State, replies: Replies) -> State:

@@ -25,7 +25,7 @@ class FedLA(Method):
     tau: float = option(1.0, "strength of the adjustment", ge=0)
 
     def aux(self, task: Task, site: Site) -> dict[str, Tensor]:
-        return {"log_pi": self.tau * log_prior(site.labels.bincount(minlength=site.classes))}
+        return {"log_pi": self.tau * log_prior(site.counts)}
 
     def loss(self, step: Step) -> Tensor:
         return logit_adjusted_ce(step.net(step.x), step.y, step.aux["log_pi"])

@@ -72,10 +72,10 @@ class FedNoRo(Method):
         return gaussian_ramp(state.round, self.warmup, end, self.lam_max, start_at_zero=self.behaviour == "paper")
 
     def aux(self, task: Task, site: Site) -> dict[str, Tensor]:
-        log_pi = log_prior(site.labels.bincount(minlength=site.classes))
+        log_pi = log_prior(site.counts)
         if "lam" not in task.settings:
             return {"log_pi": log_pi}
-        return {"log_pi": log_pi, "lam": log_pi.new_tensor(float(task.settings["lam"]))}
+        return {"log_pi": log_pi, "lam": log_pi.new_full((), float(task.settings["lam"]))}
 
     def loss(self, step: Step) -> Tensor:
         logits, log_pi = step.net(step.x), step.aux["log_pi"]
@@ -114,8 +114,8 @@ class FedNoRo(Method):
             warnings.warn("no clean client took part: models are weighted by size", FedNoRoWarning, stacklevel=2)
             distances = torch.zeros(len(kept), dtype=torch.float64)
         else:
-            stacked = torch.stack([model.values for model in models])
-            distances = nearest_clean(stacked, flags, self.behaviour, models[0].segments)
+            vectors = [model.values for model in models]
+            distances = nearest_clean(vectors, flags, self.behaviour, models[0].segments)
         shares = distance_weights(distances, sizes)
         lam, notes = self.lam(state), {}
         for i, reply in enumerate(kept):

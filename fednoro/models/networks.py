@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -32,6 +34,22 @@ class SmallCNN(nn.Module):
         return self.fc(self.features(x))  # type: ignore[no-any-return]
 
 
+class Convolution(nn.Conv2d):
+    """A convolution that is trained on the CPU as a matrix product where its output has at most four pixels.
+
+    There oneDNN spends most of its time on rearranging the weights and their gradient, which are larger than the maps.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, s, p = self.kernel_size[0], self.stride[0], int(self.padding[0])
+        height, width = ((side + 2 * p - k) // s + 1 for side in x.shape[2:])
+        if x.device.type != "cpu" or height * width > 4 or not torch.is_grad_enabled():
+            return super().forward(x)
+        patches = F.unfold(x, k, padding=p, stride=s).transpose(1, 2).flatten(0, 1)  # B·H·W × I·k·k
+        y = patches @ self.weight.flatten(1).t()
+        return y.view(len(x), height, width, -1).permute(0, 3, 1, 2)
+
+
 class BasicBlock(nn.Module):
     """Two 3×3 convolutions around a shortcut."""
 
@@ -39,9 +57,9 @@ class BasicBlock(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        self.conv1 = Convolution(inputs, width, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.conv2 = Convolution(width, width, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = _downsample(inputs, width, stride)
 
@@ -61,7 +79,7 @@ class Bottleneck(nn.Module):
         outputs = width * self.expansion
         self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.conv2 = Convolution(width, width, 3, stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)

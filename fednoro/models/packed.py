@@ -9,10 +9,20 @@ from fednoro.types import Weights
 
 
 class Packed:
-    """A network whose floating-point tensors are views into one vector: parameters first, then buffers."""
+    """A network whose floating-point tensors are views into one vector: parameters first, then buffers.
 
-    def __init__(self, net: nn.Module, device: torch.device | str = "cpu") -> None:
-        self.net = net.to(device)
+    With `channels_last` the kernels of convolutions lie in that vector as a GPU's matrix units want them; `Weights`
+    have the ordinary layout in any case.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        device: torch.device | str = "cpu",
+        channels_last: bool = False,
+        like: Packed | None = None,  # of the same shape, to share what only depends on that
+    ) -> None:
+        self.net, self.channels_last = net.to(device), channels_last
         named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
         rest = [(name, p) for name, p in self.net.named_parameters() if not p.requires_grad]
         buffers = list(self.net.named_buffers())
@@ -22,32 +32,52 @@ class Packed:
         first = {id(tensor): name for name, tensor in [*tensors, *self._counters]}
         every = [*self.net.named_parameters(remove_duplicate=False), *self.net.named_buffers(remove_duplicate=False)]
         self._stored_as = {name: first[id(tensor)] for name, tensor in every}  # tied tensors have several names
+        self._saved = [name for name in self.net.state_dict() if name in self._stored_as]
         self.names = tuple(name for name, _ in tensors)
         self.shapes = tuple(tensor.shape for _, tensor in tensors)
         self.segments = tuple(tensor.numel() for _, tensor in tensors)
         self.trainable = sum(p.numel() for _, p in named)
-        self.values = torch.cat([tensor.detach().flatten() for _, tensor in tensors])
-        for (_, tensor), view in zip(tensors, self._views(self.values), strict=True):
-            tensor.data = view
-        self.gradient = torch.zeros_like(self.values[: self.trainable])
-        for (_, parameter), view in zip(named, self._views(self.gradient), strict=False):
-            parameter.grad = view
+        self.values = torch.empty(sum(self.segments), device=device)
+        self.tensors = tuple(tensor for _, tensor in tensors)
+        for tensor, view in zip(self.tensors, self.views_of(self.values), strict=True):
+            tensor.data = view.copy_(tensor.detach())
+        # Where each entry of `values` is in the ordinary layout, and the other way round.
+        self._order: tuple[Tensor, Tensor] | None = None if like is None else like._order
+        if channels_last and self._order is None:
+            where = torch.arange(len(self.values), dtype=torch.int32, device=device)
+            there = torch.empty_like(where)
+            for view, ordinary in zip(self._views(there, True), self._views(where), strict=True):
+                view.copy_(ordinary)
+            self._order = there, torch.empty_like(where).index_copy_(0, there.long(), where)
         self.norms = [m for m in self.net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
-    def _views(self, vector: Tensor) -> list[Tensor]:
-        views, start = [], 0
-        for shape, size in zip(self.shapes, self.segments, strict=True):
-            if start + size > vector.numel():
-                break
-            views.append(vector[start : start + size].view(shape))
-            start += size
+    @property
+    def counters(self) -> int:
+        """How many tensors of integers the network has."""
+        return len(self._counters)
+
+    def views_of(self, vector: Tensor) -> list[Tensor]:
+        """The tensors inside a vector that is laid out as `values`."""
+        return self._views(vector, self.channels_last)
+
+    def _views(self, vector: Tensor, channels_last: bool = False) -> list[Tensor]:
+        views = []
+        for shape, part in zip(self.shapes, torch.split(vector, list(self.segments)), strict=True):
+            if channels_last and len(shape) == 4:
+                outputs, inputs, height, width = shape
+                views.append(part.view(outputs, height, width, inputs).permute(0, 3, 1, 2))
+            else:
+                views.append(part.view(shape))
         return views
 
-    def load(self, weights: Weights) -> None:
-        """Takes over `weights`, in place."""
-        self.values.copy_(weights.values)
+    def load(self, weights: Weights, counters: bool = True) -> None:
+        """Takes over `weights`, in place; the integers only if asked."""
+        if self._order is None:
+            self.values.copy_(weights.values)
+        else:
+            torch.index_select(weights.values.to(self.values.device), 0, self._order[0], out=self.values)
         start = 0
-        for _, counter in self._counters:
+        for _, counter in self._counters if counters else ():
             counter.copy_(weights.counters[start : start + counter.numel()].view(counter.shape))
             start += counter.numel()
 
@@ -55,7 +85,11 @@ class Packed:
         """A copy of the present weights."""
         counters = [counter.flatten().to(torch.int64) for _, counter in self._counters]
         together = torch.cat(counters) if counters else torch.empty(0, dtype=torch.int64)
-        return Weights(self.values.clone(), together, self.segments)
+        return Weights(self.ordinary(), together, self.segments)
+
+    def ordinary(self) -> Tensor:
+        """A copy of `values` in the ordinary layout."""
+        return self.values.clone() if self._order is None else self.values.index_select(0, self._order[1])
 
     def state_dict(self, weights: Weights) -> dict[str, Tensor]:
         """`weights` under the network's own tensor names, ready for `load_state_dict` anywhere."""
@@ -65,5 +99,4 @@ class Packed:
             part = weights.counters[start : start + counter.numel()]
             tensors[name] = part.view(counter.shape).to("cpu", counter.dtype)
             start += counter.numel()
-        own = (name for name in self.net.state_dict() if name in self._stored_as)
-        return {name: tensors[self._stored_as[name]].clone() for name in own}
+        return {name: tensors[self._stored_as[name]].clone() for name in self._saved}

@@ -84,7 +84,7 @@ def close(got: Tensor, expected: Sequence[float], rel: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pairwise_distances_match_the_loops(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregate, "_COLUMNS", 7)  # several blocks and a remainder
+    monkeypatch.setitem(aggregate._BLOCK, "cpu", 7 * 5)  # several blocks and a remainder
     models = matrix(dtype=dtype)
     before = models.clone()
     distances = pairwise_distances(models)

@@ -153,19 +153,18 @@ def test_running_statistics_live_in_the_vector_and_training_updates_them_there()
 
 
 @each_net
-def test_gradients_accumulate_in_one_vector_as_they_would_in_a_plain_copy(
-    build: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
+def test_gradients_are_those_of_a_plain_copy(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     plain = stirred(build, shape, 1)
     packed = Packed(copy.deepcopy(plain))
-    for seed in (0, 1):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        for net in (plain, packed.net):
-            net(x).square().sum().backward()
-    expected = [p.grad.flatten() for p in plain.parameters() if p.requires_grad and p.grad is not None]
-    assert len(packed.gradient) == packed.trainable
-    assert packed.gradient.abs().max() > 0
-    torch.testing.assert_close(packed.gradient, torch.cat(expected), rtol=1e-6, atol=1e-6)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected, found = (
+        torch.autograd.grad(net(x).square().sum(), [p for p in net.parameters() if p.requires_grad])
+        for net in (plain, packed.net)
+    )
+    assert sum(g.numel() for g in found) == packed.trainable
+    assert all(g.abs().max() > 0 for g in found)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_parameters_without_gradient_travel_in_the_vector_but_are_not_trained() -> None:
@@ -186,6 +185,48 @@ def test_tied_parameters_are_stored_once_and_stay_tied() -> None:
     assert packed.net.tied.weight is packed.net.last.weight  # type: ignore[union-attr]
     saved = packed.state_dict(Weights(torch.ones_like(packed.values), packed.weights().counters, packed.segments))
     assert torch.equal(saved["tied.weight"], torch.ones(5, 4))
+
+
+# Kernels with their channels last.
+
+
+@each_net
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_go_into_a_channels_last_network_and_come_back_unchanged(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], seed: int
+) -> None:
+    ordinary, packed = Packed(stirred(build, shape, seed)), Packed(build(), channels_last=True)
+    weights = ordinary.weights()
+    weights.values.copy_(torch.randn(len(weights.values), generator=torch.Generator().manual_seed(seed)).abs())
+    ordinary.load(weights)
+    for target in (packed, Packed(build(), channels_last=True, like=packed)):
+        target.load(weights)
+        back = target.weights()
+        assert torch.equal(back.values, weights.values) and torch.equal(back.counters, weights.counters)
+        assert torch.equal(target.ordinary(), weights.values)
+        assert back.segments == weights.segments
+        x = torch.randn(shape)
+        torch.testing.assert_close(target.net.eval()(x), ordinary.net.eval()(x), rtol=1e-4, atol=1e-4)
+    saved, expected = packed.state_dict(back), ordinary.net.state_dict()
+    assert saved.keys() == expected.keys()
+    for name, value in expected.items():
+        assert saved[name].is_contiguous()
+        assert torch.equal(saved[name], value), name
+        assert torch.equal(packed.net.state_dict()[name], value), name
+
+
+def test_kernels_of_convolutions_lie_in_the_vector_with_their_channels_last() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    packed = Packed(net, channels_last=True)
+    kernel = net[0].weight
+    assert kernel.is_contiguous(memory_format=torch.channels_last) and not kernel.is_contiguous()
+    assert torch.equal(packed.values[: kernel.numel()], kernel.permute(0, 2, 3, 1).flatten())
+    assert not torch.equal(packed.values, packed.ordinary())
+    before = packed.weights().values
+    with torch.no_grad():
+        kernel[1, 2, 0, 1] = 7.0
+    after = packed.weights().values
+    assert (before != after).nonzero().flatten().tolist() == [1 * 27 + 2 * 9 + 0 * 3 + 1]
 
 
 # ResNets.

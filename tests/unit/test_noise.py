@@ -39,8 +39,8 @@ def some_probabilities(n, classes, seed=0):
     return rng(seed).dirichlet(np.ones(classes), n)
 
 
-def uniform_annotator(client, index):
-    return np.full((len(index), len(CLASSES)), 1 / len(CLASSES))
+def uniform_annotator(parts):
+    return {k: np.full((len(index), len(CLASSES)), 1 / len(CLASSES)) for k, index in parts.items()}
 
 
 def context(seed=0, annotate=uniform_annotator, ids=None, classes=CLASSES):
@@ -422,8 +422,11 @@ def test_h_idn_asks_one_annotator_per_noisy_client_and_follows_it():
     labels, parts, _ = clients()
     asked = []
 
-    def annotate(k, index):
-        asked.append(k)
+    def annotate(mine):
+        asked.extend(mine)
+        return {k: opinion(k, index) for k, index in mine.items()}
+
+    def opinion(k, index):
         assert np.array_equal(index, parts[k])
         p = np.zeros((len(index), 4))  # sure of the first third; elsewhere it takes y for y + 2
         p[np.arange(len(index)), labels[index]] = 1

@@ -355,7 +355,7 @@ def test_a_run_starts_from_the_clients_statistics_averaged_by_size_and_resumes_t
     assert torch.equal(expected.values[: lab.net.trainable], start.values[: lab.net.trainable])
 
     class Stopped(fednoro.experiment.Watcher):
-        def started(self, config, folder, federation, state, device):  # type: ignore[no-untyped-def]
+        def started(self, config, folder, federation, state, engine):  # type: ignore[no-untyped-def]
             assert torch.equal(state.model.values, expected.values)
             raise KeyboardInterrupt
 

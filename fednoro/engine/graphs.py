@@ -1,0 +1,371 @@
+"""A lane whose steps are CUDA graphs, and the fixed places in memory that they read and write."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fednoro.engine import kernels
+from fednoro.engine.anchor import Anchor
+from fednoro.engine.half import Half
+from fednoro.engine.images import DRAWS, Images
+from fednoro.engine.lane import Adam, Lane, blocks, room
+from fednoro.models import Packed
+from fednoro.training import Training
+from fednoro.types import FedNoRoWarning, Step, Weights
+
+Precision = Literal["fp32", "tf32", "bf16"]
+
+ANCHORED = 512  # images that the anchor sees at once
+PROGRAMS = 8  # kinds of step that a lane keeps captured
+
+
+class UnsuitableError(Exception):
+    """This network, loss or GPU cannot be served by graphs."""
+
+
+@dataclass
+class Inputs:
+    """What one client's training reads."""
+
+    where: Tensor  # N, its images' positions in the data set
+    labels: Tensor  # N
+    order: Tensor  # all epochs, one after the other
+    u: Tensor  # likewise, ×(DRAWS + draws)
+    rows: Mapping[str, Tensor]  # N×…
+    aux: Mapping[str, Tensor]
+    sizes: Sequence[int]  # of the batches
+
+
+@dataclass
+class Program:
+    """One kind of step in one lane: the places it reads from, and its graphs by batch size."""
+
+    loss: Callable[[Step], Tensor]
+    aux: dict[str, Tensor]
+    rows: dict[str, Tensor]  # block×…
+    u: Tensor  # block×draws
+    anchored: Tensor | None = None  # block×C, what the anchor says about the images, where the loss asks for it
+    graphs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Uncaptured:
+    """A step that is run anew each time: on a machine without a GPU, the same code as behind every graph."""
+
+    lane: CudaLane
+    program: Program
+    size: int
+
+    def replay(self) -> None:
+        self.lane._normalise(self.size)
+        self.lane.step(self.program, self.size)
+
+
+class CudaLane(Lane):
+    """A lane with a stream, and the fixed places that its graphs read and write."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        device: torch.device,
+        precision: Precision,
+        shape: tuple[int, ...],
+        training: Training,
+        compiled: bool,
+        like: CudaLane | None = None,
+    ) -> None:
+        self.device, self.precision, self.training, self.compiled = device, precision, training, compiled
+        self.channels_last = precision != "fp32"
+        self.fused = precision == "bf16" and device.type == "cuda" and kernels.available()
+        self.net = Packed(net, device, self.channels_last, None if like is None else like.net)
+        self.anchor = Packed(copy.deepcopy(net), device, self.channels_last, self.net)
+        self.anchor.net.eval().requires_grad_(False)
+        self.net.net.train()
+        self._host_counts = _stop_counting(self.net) and _stop_counting(self.anchor)
+        self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
+        self.trained: Any = self.net.net
+        self.teacher: Any = self.anchor.net
+        self.norms = self.net.norms
+        if precision == "bf16":
+            self.trained, self.teacher = Half(self.net), Half(self.anchor)
+            self.norms = self.trained.norms
+            self.adam: Adam = HalfAdam(self.net, self.trained, self.parameters)
+        else:
+            self.adam = Adam(self.parameters)
+        self.forward: Any = torch.compile(self.trained) if compiled else self.trained
+        self.stream = stream(device)
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.programs: dict[Any, Program] = {}
+        channels, height, width = shape
+        layout = (height, width, channels) if self.channels_last else shape
+        self.block = room(channels * height * width, training.batch)
+        self.x = torch.zeros((self.block, *layout), device=device)
+        self.y = torch.zeros(self.block, dtype=torch.int64, device=device)
+        self.index = torch.zeros(self.block, dtype=torch.int64, device=device)
+        self.offsets = torch.arange(training.batch, device=device)
+        self.cursor = torch.zeros((), dtype=torch.int64, device=device)
+        self.total = torch.zeros((), device=device)
+
+    # Where things are put
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """An array on the GPU, without waiting for it."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def load(self, weights: Weights) -> None:
+        self.net.load(weights, counters=not self._host_counts)
+        self.anchor.load(weights, counters=False)  # in eval mode nothing reads them
+        self.adam.reset()
+        if self.precision == "bf16":
+            self.trained.refresh()
+            self.teacher.refresh()
+
+    def program(self, loss: Callable[[Step], Tensor], data: Inputs, draws: int) -> Program:
+        """The program of this kind of step, with room for its inputs."""
+        aux, rows = data.aux, data.rows
+        structure = tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(aux.items()))
+        per_row = tuple((key, tuple(value.shape[1:]), value.dtype) for key, value in sorted(rows.items()))
+        key = (_identity(loss), structure, per_row, draws)
+        if key not in self.programs:
+            while len(self.programs) >= PROGRAMS:
+                synchronize(self.device)  # the oldest one's graphs may be running
+                del self.programs[next(iter(self.programs))]
+            self.programs[key] = Program(
+                loss,
+                {name: torch.empty_like(value, device=self.device) for name, value in aux.items()},
+                {
+                    name: torch.zeros((self.block, *value.shape[1:]), dtype=value.dtype, device=self.device)
+                    for name, value in rows.items()
+                },
+                torch.zeros((self.block, draws), device=self.device),
+            )
+        return self.programs[key]
+
+    # What runs
+
+    def run(self, program: Program, images: Images, weights: Weights, data: Inputs) -> Tensor:
+        """Trains one client; returns the sum of its losses."""
+        parts = list(blocks(data.sizes, self.block))
+        missing = sorted(set(data.sizes) - program.graphs.keys(), reverse=True)
+        for size in missing:
+            self._begin(program, weights, data)  # whatever was left behind: a warm-up must not meet NaN
+            self._prepare(program, images, data, *parts[0][:2])
+            program.graphs[size] = self._captured(program, size)
+        self._begin(program, weights, data)
+        for first, last, sizes in parts:
+            self._prepare(program, images, data, first, last)
+            for size in sizes:
+                program.graphs[size].replay()
+        for name, place in program.aux.items():
+            data.aux[name].copy_(place)  # what the loss updated from batch to batch
+        return self.total.clone()
+
+    def _begin(self, program: Program, weights: Weights, data: Inputs) -> None:
+        self.load(weights)
+        self.total.zero_()
+        for name, place in program.aux.items():
+            place.copy_(data.aux[name])
+
+    def _prepare(self, program: Program, images: Images, data: Inputs, first: int, last: int) -> None:
+        """Puts the images from `first` to `last` of the training's order into the block, the cursor at its start."""
+        index, n = data.order[first:last], last - first
+        if self.fused:
+            images.into(self.x[:n], data.where[index], data.u[first:last])
+        else:
+            x = images.batch(data.where[index], data.u[first:last, :DRAWS])
+            self.x[:n].copy_(x.permute(0, 2, 3, 1) if self.channels_last else x)
+        self.y[:n].copy_(data.labels[index])
+        self.index[:n].copy_(index)
+        program.u[:n].copy_(data.u[first:last, DRAWS:])
+        for name, place in program.rows.items():
+            place[:n].copy_(data.rows[name].to(self.device)[index])
+        self._ask_anchor(program, n)
+        self.cursor.zero_()
+
+    def _ask_anchor(self, program: Program, n: int) -> None:
+        """The anchor stays the same for a whole round: large batches of it cost far less than one in each step."""
+        if program.anchored is None:
+            return
+        with torch.no_grad(), self._autocast():
+            for x, place in zip(
+                torch.split(self.x[:n], ANCHORED), torch.split(program.anchored[:n], ANCHORED), strict=True
+            ):
+                place.copy_(self.teacher(x.permute(0, 3, 1, 2) if self.channels_last else x))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False)
+
+    def _captured(self, program: Program, size: int) -> Any:
+        self._normalise(size)
+        if self.device.type != "cuda":
+            self._warm_up(program, size)
+            return Uncaptured(self, program, size)
+        chance = torch.cuda.get_rng_state(self.device)
+        self._warm_up(program, size)
+        if not torch.equal(chance, torch.cuda.get_rng_state(self.device)):
+            raise UnsuitableError("the network draws random numbers, and a captured step would repeat them")
+        synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin(pool=self.pool)  # torch.cuda.graph() would empty the allocator's cache as well
+            try:
+                self.step(program, size)
+            finally:
+                graph.capture_end()
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise UnsuitableError(f"a step could not be captured ({str(error).splitlines()[0]})") from error
+        return graph
+
+    def _warm_up(self, program: Program, size: int) -> None:
+        """One step outside of the graph, where libraries set themselves up and a network is compiled."""
+        try:
+            self.step(program, size)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self.forward is self.trained:
+                raise
+            self.forward = self.trained
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            warnings.warn(f"going on without torch.compile, which failed ({why})", FedNoRoWarning, stacklevel=2)
+            self.step(program, size)
+
+    def _normalise(self, size: int) -> None:
+        for norm in self.norms:
+            norm.training = size > 1  # a single image has no batch statistics
+
+    def step(self, program: Program, size: int) -> None:
+        """One batch of the block, from the cursor on."""
+        at = self.cursor + self.offsets[:size]
+        x = self.x.index_select(0, at)
+        full = size == self.training.batch
+        x = x.permute(0, 3, 1, 2) if self.channels_last else x
+        known = None if program.anchored is None else program.anchored.index_select(0, at)
+        anchor = Anchor(self.teacher, x, known)
+        step = Step(
+            self.forward if full else self.trained,
+            anchor,
+            x,
+            self.y.index_select(0, at),
+            self.index.index_select(0, at),
+            program.aux,
+            program.u.index_select(0, at),
+            {name: place.index_select(0, at) for name, place in program.rows.items()},
+        )
+        with self._autocast():
+            value = program.loss(step)
+        if anchor.said is not None and program.anchored is None:
+            program.anchored = anchor.said.new_zeros((self.block, *anchor.said.shape[1:]))  # from now on
+        self.descend(value, self.training)
+        self.total.add_(value.detach() * size)
+        self.cursor.add_(size)
+
+    def descend(self, loss: Tensor, options: Training) -> None:
+        if not isinstance(self.adam, HalfAdam):
+            super().descend(loss, options)
+            return
+        # A loss reaches a weight through its copy, and through the original where it looks at parameters themselves.
+        leaves = self.adam.leaves
+        originals = [p for p, leaf in zip(self.parameters, leaves, strict=True) if p is not leaf]
+        gradients = torch.autograd.grad(loss, [*leaves, *originals], allow_unused=True)
+        direct = dict(zip(map(id, originals), gradients[len(leaves) :], strict=True))
+        whole = [_sum(g, direct.get(id(p))) for g, p in zip(gradients[: len(leaves)], self.parameters, strict=True)]
+        self.adam.step(whole, options)
+
+    def weights_after(self, start: Weights, sizes: Sequence[int]) -> Weights:
+        """The trained weights, with counters as BatchNorm would have counted."""
+        if not self._host_counts:
+            return self.net.weights()
+        return Weights(self.net.ordinary(), start.counters + sum(size > 1 for size in sizes), self.net.segments)
+
+    def logits(self, images: Images, weights: Weights, parts: Sequence[Tensor], u: Sequence[Tensor | None]) -> Tensor:
+        self.anchor.load(weights, counters=False)
+        if self.precision == "bf16":
+            self.teacher.refresh()
+        with torch.inference_mode(), self._autocast():
+            batches = (self._images(images, i, v) for i, v in zip(parts, u, strict=True))
+            outputs = [self.teacher(x).float() for x in batches]
+        return torch.cat(outputs)  # out here: a loss may take them as its targets
+
+    def _images(self, images: Images, index: Tensor, u: Tensor | None) -> Tensor:
+        if self.fused:
+            return images.into(torch.empty((len(index), *self.x.shape[1:]), device=self.device), index, u)
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        return images.batch(index, u).contiguous(memory_format=layout)
+
+
+class HalfAdam(Adam):
+    """Adam on the vector of float32 weights by bfloat16 gradients; it refreshes the bfloat16 copies as well."""
+
+    def __init__(self, packed: Packed, net: Half, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__([packed.values[: packed.trainable]])
+        self.leaves = [net.low.get(id(p), p) for p in parameters]
+        self._net, self._gradient = net, torch.zeros_like(packed.values)
+        places = {id(t): view for t, view in zip(packed.tensors, packed.views_of(self._gradient), strict=True)}
+        self._places = [places[id(p)] for p in parameters]
+
+    def step(self, gradients: Sequence[Tensor | None], options: Training) -> None:
+        given = [(place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None]
+        for place, g in zip(self._places, gradients, strict=True):
+            if g is None:  # another loss may have left a gradient there
+                place.zero_()
+        for dtype in {g.dtype for _, g in given}:  # one kernel for all where the types are equal
+            pairs = [(place, g) for place, g in given if g.dtype == dtype]
+            torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
+        super().step([self._gradient[: len(self.tensors[0])]], options)
+        self._net.refresh()
+
+
+def _identity(loss: Callable[[Step], Tensor]) -> Any:
+    """Equal for the losses of equal methods, which compare by their options."""
+    function, owner = getattr(loss, "__func__", loss), getattr(loss, "__self__", None)
+    try:
+        hash(owner)
+    except TypeError:
+        return loss
+    return function, owner
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _stop_counting(packed: Packed) -> bool:
+    """Takes BatchNorm's counters out of the network, each a kernel of its own; False where it has other counters."""
+    counted = [n for n in packed.norms if n.num_batches_tracked is not None]
+    if any(norm.momentum is None for norm in counted) or len(counted) != packed.counters:
+        return False
+    for norm in counted:
+        norm.num_batches_tracked = None
+    return True
+
+
+def stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def current(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def after(later: Any, earlier: Any) -> None:
+    """What is queued on `later` from now on waits for what is queued on `earlier` already."""
+    if later is not None and earlier is not None:
+        later.wait_stream(earlier)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,66 @@
+"""A network that computes in bfloat16 and is trained in float32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fednoro.models import Packed
+
+
+class Half(nn.Module):
+    """`packed`'s network with bfloat16 copies of the weights of its convolutions and linear layers.
+
+    It computes what autocast computes. Autocast casts each weight anew in every forward pass and each gradient in every
+    backward pass, one kernel at a time; here all weights are cast together after an update. Normalisation
+    stays in float32. `parameters()` are the float32 originals, so that a proximal term sees all digits.
+    """
+
+    def __init__(self, packed: Packed) -> None:
+        super().__init__()
+        self.packed_values = packed.values
+        self.values = packed.values.to(
+            torch.bfloat16
+        )  # a copy of all, of which convolutions and linear layers use theirs
+        net = copy.deepcopy(packed.net)
+        places = {id(p): view for p, view in zip(packed.tensors, packed.views_of(self.values), strict=True)}
+        made: dict[int, nn.Parameter] = {}
+        for own, given in zip(net.modules(), packed.net.modules(), strict=True):
+            cast = isinstance(given, (nn.modules.conv._ConvNd, nn.Linear))
+            for name, tensor in given._parameters.items():
+                if tensor is not None and cast:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = nn.Parameter(places[id(tensor)], requires_grad=tensor.requires_grad)
+                    own._parameters[name] = made[id(tensor)]
+                else:
+                    own._parameters[name] = tensor
+            own._buffers.update(given._buffers)
+        vars(self).update(_original=packed.net, _low=net)  # not registered: neither is a part with a name of its own
+        self.low = {id(p): made[id(p)] for p in packed.net.parameters() if id(p) in made}
+        self.training = packed.net.training
+        self.norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+    def refresh(self) -> None:
+        """Takes the float32 weights over."""
+        self.values.copy_(self.packed_values)
+
+    def forward(self, x: Tensor) -> Any:
+        return self._low(x)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._original.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        yield from self._original.named_buffers(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Half:
+        self.training = mode
+        self._low.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_low"], name)

@@ -1,0 +1,148 @@
+"""A lane: one network, its anchor and its optimizer, which train one client at a time.
+
+Nothing is reallocated from client to client: a lane takes over each client's weights in place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam
+
+from fednoro.engine.images import DRAWS, Images
+from fednoro.models import Packed
+from fednoro.seeds import generator
+from fednoro.training import Training
+from fednoro.types import IntArray, Task, Weights
+
+EVALUATION_BATCH = 512
+BLOCK = 64 * 2**20  # bytes of images that a lane prepares at once
+
+
+class Lane:
+    """The networks that one client at a time is trained and scored with."""
+
+    def __init__(self, net: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.net, self.anchor = Packed(net, device), Packed(copy.deepcopy(net), device)
+        self.anchor.net.eval().requires_grad_(False)
+        self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
+        self.adam = Adam(self.parameters)
+
+    def load(self, weights: Weights) -> None:
+        """A client's start: the received weights in both networks, and a fresh optimizer."""
+        self.net.load(weights)
+        self.anchor.load(weights)
+        self.adam.reset()
+
+    def descend(self, loss: Tensor, options: Training) -> None:
+        """One step of Adam down the gradient of `loss`."""
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        self.adam.step(gradients, options)
+
+    def logits(self, images: Images, weights: Weights, parts: Sequence[Tensor], u: Sequence[Tensor | None]) -> Tensor:
+        """Outputs in eval mode for the images at the indices in `parts`, one part at a time."""
+        self.anchor.load(weights)
+        with torch.inference_mode():
+            outputs = [self.anchor.net(images.batch(i, v)) for i, v in zip(parts, u, strict=True)]
+        return torch.cat(outputs)  # out here: a loss may take them as its targets
+
+    def recalibrate(self, images: Images, weights: Weights, index: IntArray) -> Weights:
+        """`weights` with BatchNorm's running statistics re-estimated on the images at `index`: two or more."""
+        self.net.load(weights)
+        self.net.net.eval()  # no dropout
+        momenta = [norm.train().momentum for norm in self.net.norms]
+        where, seen = torch.from_numpy(index).to(self.device), 0
+        with torch.no_grad():
+            for part in torch.tensor_split(where, -(-len(where) // EVALUATION_BATCH)):  # of equal size, never one alone
+                seen += len(part)
+                for norm in self.net.norms:
+                    norm.momentum = len(part) / seen  # so that each image counts the same
+                self.net.net(images.batch(part))
+        for norm, momentum in zip(self.net.norms, momenta, strict=True):
+            norm.momentum = momentum
+        self.net.net.train()  # a lane of graphs never asks again
+        return replace(self.net.weights(), counters=weights.counters)
+
+
+class Adam:
+    """Adam with state that is reset in place, and one fused update for all tensors.
+
+    The functional form does what `torch.optim.Adam` does without loading the compiler at start-up.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self.means = [torch.zeros_like(tensor) for tensor in self.tensors]
+        self.squares = [torch.zeros_like(tensor) for tensor in self.tensors]
+        device = self.tensors[0].device if self.tensors else None
+        self.steps = list(torch.zeros(len(self.tensors), device=device).unbind())
+
+    def reset(self) -> None:
+        """As new: every client begins every round with a fresh optimizer."""
+        torch._foreach_zero_([*self.means, *self.squares, *self.steps])
+
+    def step(self, gradients: Sequence[Tensor | None], options: Training) -> None:
+        """One update; a tensor without a gradient has the gradient zero."""
+        laid_out = [_like(t, g) for g, t in zip(gradients, self.tensors, strict=True)]
+        with torch.no_grad():
+            adam(
+                self.tensors, laid_out, self.means, self.squares, [], self.steps,
+                lr=options.lr, weight_decay=options.weight_decay, beta1=0.9, beta2=0.999, eps=1e-8,
+                fused=True, foreach=False, amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+
+def _like(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    """The gradient laid out as its tensor: the fused update walks through memory."""
+    if gradient is None:
+        return torch.zeros_like(tensor)
+    return gradient if gradient.stride() == tensor.stride() else torch.empty_like(tensor).copy_(gradient)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The order in which a client's images come, and their uniforms."""
+
+    order: IntArray  # N
+    u: np.ndarray[tuple[int, int], np.dtype[np.float32]]  # N×(DRAWS + draws)
+
+
+def schedule(seed: int, task: Task, client: int, size: int, draws: int, epochs: int) -> Iterator[Epoch]:
+    """All that is random in a client's training, the same on every engine."""
+    rng = generator(seed, task.name, task.round, client)
+    for _ in range(epochs):
+        yield Epoch(rng.permutation(size), rng.random((size, DRAWS + draws), dtype=np.float32))
+
+
+def batches(size: int, batch: int) -> list[int]:
+    """The sizes of one epoch's batches."""
+    return [batch] * (size // batch) + ([size % batch] if size % batch else [])
+
+
+def room(values: int, batch: int) -> int:
+    """How many images of so many values a lane prepares at once: whole batches."""
+    return max(batch, BLOCK // (4 * values) // batch * batch)
+
+
+def blocks(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Runs of whole batches that fit into the room: first and last image, and the sizes of the batches."""
+    first, inside = 0, list[int]()
+    for size in sizes:
+        if sum(inside) + size > room:
+            yield first, first + sum(inside), inside
+            first, inside = first + sum(inside), []
+        inside.append(size)
+    if inside:
+        yield first, first + sum(inside), inside
+
+
+def normalise_by_running_statistics(packed: Packed, alone: bool) -> None:
+    """A single image has no batch statistics (PyTorch refuses them on 1×1 maps): use the running ones."""
+    for norm in packed.norms:
+        norm.training = not alone
