@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 DEV_STAMP = $(VENV)/.installed-dev
 
-.PHONY: run test test-slow lint format bench clean
+.PHONY: run test test-slow lint format bench bench-digits bench-engine bench-scale bench-stages bench-prepare clean
 
 run: $(STAMP)
 	$(BIN)/fednoro run $(ARGS)
@@ -29,8 +29,11 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV_STAMP)
-	$(BIN)/python -m benchmarks.digits $(ARGS)
+# Each takes a few minutes on two cores. ARGS are for one of them: make bench-engine ARGS="--network cnn --kd"
+bench: bench-digits bench-engine bench-scale bench-stages
+
+bench-digits bench-engine bench-scale bench-stages bench-prepare: bench-%: $(DEV_STAMP)
+	$(BIN)/python -m benchmarks.$* $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,81 @@
+"""The machine that figures are measured on: its name, its clock, its memory, and the tables they end in."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+
+def describe(device: torch.device) -> str:
+    """One line that names the machine, for under a table."""
+    threads = torch.get_num_threads()
+    parts = [f"{_processor()}, {threads} {'thread' if threads == 1 else 'threads'}", f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        parts.insert(0, torch.cuda.get_device_name(device))
+    return f"Machine: {'; '.join(parts)}; Python {platform.python_version()}."
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until all that was queued on a GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """How long `work` takes, to its end on the device."""
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def peak_memory() -> int:
+    """The largest resident size of this process so far, in bytes."""
+    try:
+        # Not `ru_maxrss` where it can be avoided: Linux lets a new process inherit that from its parent.
+        status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def best_and_median(values: Sequence[float], digits: int = 1) -> str:
+    """For a cell: `12.3 (12.9)`, the best and the median."""
+    if not values:
+        return "–"
+    return f"{min(values):.{digits}f} ({statistics.median(values):.{digits}f})"
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> str:
+    """For a cell: the median of the ratios within each repeat, and the smallest and largest of them.
+
+    What was measured in the same repeat met the same load of a shared machine; the best of either may not have.
+    """
+    if not over or not under:
+        return "–"
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
