@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 DEV_STAMP = $(VENV)/.installed-dev
 
-.PHONY: run test test-slow lint format bench bench-digits bench-engine bench-scale bench-stages bench-prepare clean
+.PHONY: run test test-slow lint format bench bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture clean
 
 run: $(STAMP)
 	$(BIN)/fednoro run $(ARGS)
@@ -30,9 +30,9 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff format .
 
 # Each takes a few minutes on two cores. ARGS are for one of them: make bench-engine ARGS="--network cnn --kd"
-bench: bench-digits bench-engine bench-scale bench-stages
+bench: bench-digits bench-engine bench-scale bench-stages bench-mixture
 
-bench-digits bench-engine bench-scale bench-stages bench-prepare: bench-%: $(DEV_STAMP)
+bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture: bench-%: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.$* $(ARGS)
 
 clean:

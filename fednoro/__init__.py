@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from fednoro.experiment import Run, load, resume, run
 
 __all__ = ["Run", "load", "resume", "run"]
-_PIECES = ("aggregate", "data", "detect", "losses", "methods", "metrics", "models", "noise", "partition")
+_PIECES = (
+    "aggregate", "data", "detect", "indicators", "losses", "methods", "metrics", "mixture", "models", "noise",
+    "partition",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

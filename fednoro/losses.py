@@ -12,6 +12,7 @@ Nothing here reads a tensor's value on the host, so that every step can be captu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import torch
@@ -86,3 +87,44 @@ def gaussian_ramp(t: float, begin: float, end: float, peak: float, start_at_zero
     """
     u = min(max((t - begin) / (end - begin), 0.0), 1.0) if end > begin else float(t >= begin)
     return 0.0 if start_at_zero and u == 0 else peak * math.exp(-5 * (1 - u) ** 2)
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Logits in a precision that exponentials and logarithms can be taken in."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def symmetric_ce(logits: Tensor, labels: Tensor, alpha: float = 0.1, beta: float = 1.0) -> Tensor:
+    """α·CE + β·RCE (Wang et al., ICCV 2019), averaged over the batch.
+
+    RCE = −Σ_c p_c log ȳ_c with p ≥ 1e-7 and log 0 taken as log 1e-4: a bounded loss, as noisy labels want it.
+    """
+    logits = at_least_float32(logits)
+    p = torch.softmax(logits, dim=1).clamp(min=1e-7)
+    given = labels[:, None] == torch.arange(p.shape[1], device=p.device)  # B×C
+    rce = -math.log(1e-4) * p.masked_fill(given, 0.0).sum(dim=1)  # log 1 = 0 at the given label
+    return alpha * F.cross_entropy(logits, labels) + beta * rce.mean()
+
+
+def sharpen(log_p: Tensor) -> Tensor:
+    """The logarithm of P² / Σ P², from that of P (B×C)."""
+    return F.log_softmax(2 * log_p, dim=1)
+
+
+def js_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """JS(p, q) = (KL(p ‖ m) + KL(q ‖ m)) / 2, m = (p + q) / 2, averaged over the batch; all entries above 0."""
+    log_m = torch.log((p + q) / 2)
+    return ((p * (torch.log(p) - log_m) + q * (torch.log(q) - log_m)) / 2).sum(dim=1).mean()
+
+
+def entropy(p: Tensor) -> Tensor:
+    """−Σ p log p, averaged over the batch; all entries above 0."""
+    return -(p * torch.log(p)).sum(dim=1).mean()
+
+
+def squared_distance(w: Iterable[Tensor], w_g: Iterable[Tensor]) -> Tensor:
+    """‖w − w_g‖² over the tensors of `w` that are trained, whose counterparts come in the same order."""
+    pairs = [(a, b.detach()) for a, b in zip(w, w_g, strict=True) if a.requires_grad]
+    # One vector: a network has many small tensors, and three operations on each would outnumber its own.
+    differences = torch._foreach_sub([a for a, _ in pairs], [b for _, b in pairs])
+    return torch.cat([d.flatten() for d in differences]).square().sum()

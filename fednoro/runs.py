@@ -34,7 +34,10 @@ from fednoro.files import disk_errors, take_lock, write_json, write_whole
 from fednoro.rounds import Turn
 from fednoro.types import State, UserError, Weights
 
-CLIENT_COLUMNS = ("round", "task", "client", "status", "size", "loss", "weight", "distance", "lam", "reason")
+CLIENT_COLUMNS = (
+    "round", "task", "client", "status", "size", "loss", "weight", "distance", "lam",
+    "sce", "confidence", "lid", "mu", "relabelled", "reason",
+)  # fmt: skip
 LOGS = ("rounds.jsonl", "clients.csv")
 KEPT_CHECKPOINTS = 2
 

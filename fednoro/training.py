@@ -7,6 +7,15 @@ from typing import ClassVar
 
 from fednoro.options import Options, option
 
+# ImageNet's mean and deviation, as the paper's protocol has it; the average of the three where a network takes no RGB.
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+GREY_MEAN, GREY_DEVIATION = 0.449, 0.226
+
+
+def normalisation(inputs: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each of a network's input channels."""
+    return (MEAN, DEVIATION) if inputs == 3 else ((GREY_MEAN,) * inputs, (GREY_DEVIATION,) * inputs)
+
 
 @dataclass(frozen=True)
 class Augment(Options):

@@ -51,6 +51,7 @@ class Task:
     round: int
     weights: Weights
     settings: Mapping[str, float | int | bool | str] = field(default_factory=dict)
+    arrays: Mapping[str, FloatArray] = field(default_factory=dict)  # small ones, such as class centroids
 
 
 @dataclass(frozen=True)
@@ -170,3 +171,9 @@ class Site(Protocol):
 
     def logits(self, task: Task, weights: Weights, augment: bool = False) -> Tensor:
         """Outputs for all of the client's images in eval mode, N×C."""
+
+    def features(self, weights: Weights) -> Tensor:
+        """The penultimate layer for all of the client's images in eval mode, N×d."""
+
+    def to_array(self, tensor: Tensor) -> FloatArray:
+        """A tensor for `Reply.arrays`; it may be filled only when the engine hands the reply over."""

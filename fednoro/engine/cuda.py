@@ -29,7 +29,7 @@ from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.lane import batches, schedule
 from fednoro.methods import Method
 from fednoro.training import Training
-from fednoro.types import Failure, FedNoRoWarning, IntArray, Reply, Step, Task, Weights
+from fednoro.types import Failure, FedNoRoWarning, FloatArray, IntArray, Reply, Step, Task, Weights
 
 STREAMS = 12
 EVALUATION_PIXELS = 2**24  # in one batch without gradients
@@ -100,6 +100,8 @@ class CudaEngine(EagerEngine):
                 item, done = answers.pop(k)
                 if done is not None:
                     torch.cuda.current_stream(self.device).wait_event(done)
+                    if isinstance(item, Reply) and item.arrays:
+                        done.synchronize()  # they are read on the host
                 yield item
 
     def _room(self) -> int:
@@ -182,6 +184,13 @@ class CudaSite(EagerSite):
     def counts(self) -> Tensor:
         return self.lane.upload(np.bincount(self.data.labels.cpu().numpy(), minlength=self.classes))
 
+    def to_array(self, tensor: Tensor) -> FloatArray:
+        """A tensor for `Reply.arrays`, copied when the lane gets there: to wait for it would keep other lanes idle."""
+        if self.lane.device.type != "cuda":
+            return super().to_array(tensor)
+        place = torch.empty(tensor.shape, dtype=torch.float64, pin_memory=True)
+        return place.copy_(tensor.detach().double(), non_blocking=True).numpy()
+
     def train(
         self,
         task: Task,
@@ -200,5 +209,6 @@ class CudaSite(EagerSite):
         data = Inputs(
             lane.upload(self.data.index), self.labels, lane.upload(order), lane.upload(u), rows or {}, aux, sizes
         )
-        total = lane.run(lane.program(loss, data, draws), engine.images, task.weights, data)
-        return lane.weights_after(task.weights, sizes), total / max(self.size * count, 1)
+        program = lane.program(loss, data, draws)
+        total = lane.run(program, engine.images, task.weights, data)
+        return lane.weights_after(program, task.weights, sizes), total / max(self.size * count, 1)

@@ -21,7 +21,7 @@ from fednoro.methods import Method
 from fednoro.models import Packed
 from fednoro.seeds import generator, torch_seed
 from fednoro.training import Training
-from fednoro.types import Failure, IntArray, Reply, Step, Task, Weights
+from fednoro.types import Failure, FloatArray, IntArray, Reply, Step, Task, Weights
 
 
 class EagerEngine:
@@ -177,3 +177,13 @@ class EagerSite:
             drawn = torch.from_numpy(rng.random((self.size, DRAWS), dtype=np.float32)).to(engine.device)
             u = torch.split(drawn, engine.evaluation_batch)
         return self.lane.logits(engine.images, weights, parts, u)
+
+    def features(self, weights: Weights) -> Tensor:
+        """The penultimate layer for all of the client's images in eval mode, N×d."""
+        engine = self.engine
+        parts = torch.split(torch.from_numpy(self.data.index).to(engine.device), engine.evaluation_batch)
+        return self.lane.logits(engine.images, weights, parts, [None] * len(parts), features=True)
+
+    def to_array(self, tensor: Tensor) -> FloatArray:
+        """A tensor for `Reply.arrays`."""
+        return tensor.detach().cpu().double().numpy()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 
 from fednoro.engine import kernels
 from fednoro.engine.anchor import Anchor
-from fednoro.engine.half import Half
+from fednoro.engine.half import Half, HalfAdam
 from fednoro.engine.images import DRAWS, Images
-from fednoro.engine.lane import Adam, Lane, blocks, room
+from fednoro.engine.lane import Adam, Lane, blocks, penultimate, room
 from fednoro.models import Packed
 from fednoro.training import Training
 from fednoro.types import FedNoRoWarning, Step, Weights
@@ -55,6 +56,7 @@ class Program:
     u: Tensor  # block×draws
     anchored: Tensor | None = None  # block×C, what the anchor says about the images, where the loss asks for it
     graphs: dict[int, Any] = field(default_factory=dict)
+    passes: dict[int, list[int]] = field(default_factory=dict)  # by batch size: how often each norm sees a batch
 
 
 @dataclass
@@ -89,6 +91,7 @@ class CudaLane(Lane):
         self.net = Packed(net, device, self.channels_last, None if like is None else like.net)
         self.anchor = Packed(copy.deepcopy(net), device, self.channels_last, self.net)
         self.anchor.net.eval().requires_grad_(False)
+        self._anchored: Tensor | None = None
         self.net.net.train()
         self._host_counts = _stop_counting(self.net) and _stop_counting(self.anchor)
         self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
@@ -101,7 +104,10 @@ class CudaLane(Lane):
             self.adam: Adam = HalfAdam(self.net, self.trained, self.parameters)
         else:
             self.adam = Adam(self.parameters)
-        self.forward: Any = torch.compile(self.trained) if compiled else self.trained
+        self.forward: Any = self.trained
+        if compiled:
+            half = isinstance(self.trained, Half)
+            self.forward = self.trained.compiled() if half else torch.compile(self.trained)
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs: dict[Any, Program] = {}
@@ -124,10 +130,15 @@ class CudaLane(Lane):
 
     def load(self, weights: Weights) -> None:
         self.net.load(weights, counters=not self._host_counts)
-        self.anchor.load(weights, counters=False)  # in eval mode nothing reads them
+        self.anchor_to(weights)
         self.adam.reset()
         if self.precision == "bf16":
             self.trained.refresh()
+
+    def anchor_to(self, weights: Weights) -> None:
+        before = self._anchored
+        super().anchor_to(weights)
+        if self.precision == "bf16" and self._anchored is not before:
             self.teacher.refresh()
 
     def program(self, loss: Callable[[Step], Tensor], data: Inputs, draws: int) -> Program:
@@ -229,24 +240,44 @@ class CudaLane(Lane):
         return graph
 
     def _warm_up(self, program: Program, size: int) -> None:
-        """One step outside of the graph, where libraries set themselves up and a network is compiled."""
+        """A step outside of the graph, where libraries set themselves up and a network is compiled."""
+        with self._counting(program, size):
+            self.step(program, size, compiled=False)
+        if self.forward is self.trained:
+            return
         try:
             self.step(program, size)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if self.forward is self.trained:
-                raise
             self.forward = self.trained
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             warnings.warn(f"going on without torch.compile, which failed ({why})", FedNoRoWarning, stacklevel=2)
-            self.step(program, size)
+
+    @contextmanager
+    def _counting(self, program: Program, size: int) -> Iterator[None]:
+        """Counts how often each norm is called inside the block: a loss may show the network several views."""
+        counts = [0] * len(self.norms)
+
+        def count(number: int) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                counts[number] += 1
+
+            return hook
+
+        hooks = [norm.register_forward_hook(count(number)) for number, norm in enumerate(self.norms)]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+        program.passes[size] = counts
 
     def _normalise(self, size: int) -> None:
         for norm in self.norms:
             norm.training = size > 1  # a single image has no batch statistics
 
-    def step(self, program: Program, size: int) -> None:
+    def step(self, program: Program, size: int, compiled: bool = True) -> None:
         """One batch of the block, from the cursor on."""
         at = self.cursor + self.offsets[:size]
         x = self.x.index_select(0, at)
@@ -255,7 +286,7 @@ class CudaLane(Lane):
         known = None if program.anchored is None else program.anchored.index_select(0, at)
         anchor = Anchor(self.teacher, x, known)
         step = Step(
-            self.forward if full else self.trained,
+            self.forward if full and compiled else self.trained,
             anchor,
             x,
             self.y.index_select(0, at),
@@ -284,19 +315,27 @@ class CudaLane(Lane):
         whole = [_sum(g, direct.get(id(p))) for g, p in zip(gradients[: len(leaves)], self.parameters, strict=True)]
         self.adam.step(whole, options)
 
-    def weights_after(self, start: Weights, sizes: Sequence[int]) -> Weights:
+    def weights_after(self, program: Program, start: Weights, sizes: Sequence[int]) -> Weights:
         """The trained weights, with counters as BatchNorm would have counted."""
         if not self._host_counts:
             return self.net.weights()
-        return Weights(self.net.ordinary(), start.counters + sum(size > 1 for size in sizes), self.net.segments)
+        seen = [program.passes[size] for size in sizes if size > 1]
+        counted = self.upload(np.array(seen, dtype=np.int64).reshape(-1, len(self.norms)).sum(axis=0))
+        return Weights(self.net.ordinary(), start.counters.to(self.device) + counted, self.net.segments)
 
-    def logits(self, images: Images, weights: Weights, parts: Sequence[Tensor], u: Sequence[Tensor | None]) -> Tensor:
-        self.anchor.load(weights, counters=False)
-        if self.precision == "bf16":
-            self.teacher.refresh()
+    def logits(
+        self,
+        images: Images,
+        weights: Weights,
+        parts: Sequence[Tensor],
+        u: Sequence[Tensor | None],
+        features: bool = False,
+    ) -> Tensor:
+        self.anchor_to(weights)
+        forward = penultimate(self.teacher) if features else self.teacher
         with torch.inference_mode(), self._autocast():
             batches = (self._images(images, i, v) for i, v in zip(parts, u, strict=True))
-            outputs = [self.teacher(x).float() for x in batches]
+            outputs = [forward(x).float() for x in batches]
         return torch.cat(outputs)  # out here: a loss may take them as its targets
 
     def _images(self, images: Images, index: Tensor, u: Tensor | None) -> Tensor:
@@ -304,28 +343,6 @@ class CudaLane(Lane):
             return images.into(torch.empty((len(index), *self.x.shape[1:]), device=self.device), index, u)
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return images.batch(index, u).contiguous(memory_format=layout)
-
-
-class HalfAdam(Adam):
-    """Adam on the vector of float32 weights by bfloat16 gradients; it refreshes the bfloat16 copies as well."""
-
-    def __init__(self, packed: Packed, net: Half, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__([packed.values[: packed.trainable]])
-        self.leaves = [net.low.get(id(p), p) for p in parameters]
-        self._net, self._gradient = net, torch.zeros_like(packed.values)
-        places = {id(t): view for t, view in zip(packed.tensors, packed.views_of(self._gradient), strict=True)}
-        self._places = [places[id(p)] for p in parameters]
-
-    def step(self, gradients: Sequence[Tensor | None], options: Training) -> None:
-        given = [(place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None]
-        for place, g in zip(self._places, gradients, strict=True):
-            if g is None:  # another loss may have left a gradient there
-                place.zero_()
-        for dtype in {g.dtype for _, g in given}:  # one kernel for all where the types are equal
-            pairs = [(place, g) for place, g in given if g.dtype == dtype]
-            torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
-        super().step([self._gradient[: len(self.tensors[0])]], options)
-        self._net.refresh()
 
 
 def _identity(loss: Callable[[Step], Tensor]) -> Any:

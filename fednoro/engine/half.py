@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fednoro.engine.lane import Adam
 from fednoro.models import Packed
+from fednoro.training import Training
 
 
 class Half(nn.Module):
@@ -39,7 +41,9 @@ class Half(nn.Module):
                 else:
                     own._parameters[name] = tensor
             own._buffers.update(given._buffers)
-        vars(self).update(_original=packed.net, _low=net)  # not registered: neither is a part with a name of its own
+        vars(self).update(
+            _original=packed.net, _low=net, _call=net
+        )  # not registered: neither is a part with a name of its own
         self.low = {id(p): made[id(p)] for p in packed.net.parameters() if id(p) in made}
         self.training = packed.net.training
         self.norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -49,7 +53,13 @@ class Half(nn.Module):
         self.values.copy_(self.packed_values)
 
     def forward(self, x: Tensor) -> Any:
-        return self._low(x)
+        return self._call(x)
+
+    def compiled(self) -> Half:
+        """The same network, whose forward pass is compiled."""
+        fast = copy.copy(self)
+        vars(fast)["_call"] = torch.compile(self._low)
+        return fast
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._original.named_parameters(*args, **kwargs)
@@ -64,3 +74,25 @@ class Half(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_low"], name)
+
+
+class HalfAdam(Adam):
+    """Adam on the vector of float32 weights by bfloat16 gradients; it refreshes the bfloat16 copies as well."""
+
+    def __init__(self, packed: Packed, net: Half, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__([packed.values[: packed.trainable]])
+        self.leaves = [net.low.get(id(p), p) for p in parameters]
+        self._net, self._gradient = net, torch.zeros_like(packed.values)
+        places = {id(t): view for t, view in zip(packed.tensors, packed.views_of(self._gradient), strict=True)}
+        self._places = [places[id(p)] for p in parameters]
+
+    def step(self, gradients: Sequence[Tensor | None], options: Training) -> None:
+        given = [(place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None]
+        for place, g in zip(self._places, gradients, strict=True):
+            if g is None:  # another loss may have left a gradient there
+                place.zero_()
+        for dtype in {g.dtype for _, g in given}:  # one kernel for all where the types are equal
+            pairs = [(place, g) for place, g in given if g.dtype == dtype]
+            torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
+        super().step([self._gradient[: len(self.tensors[0])]], options)
+        self._net.refresh()

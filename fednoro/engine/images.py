@@ -11,13 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fednoro.engine import kernels
-from fednoro.training import Augment
+from fednoro.training import Augment, normalisation
 
 DRAWS = 4  # uniforms that augmenting one image takes: angle, two shifts, flip
-
-# ImageNet's mean and deviation, as the paper's protocol has it; the average of the three where a network takes no RGB.
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-GREY_MEAN, GREY_DEVIATION = 0.449, 0.226
 
 
 class Images:
@@ -41,8 +37,7 @@ class Images:
         self._channels_last = device.type == "cpu"  # oneDNN, pooling and normalisation are faster there
         if self._mapped is None:  # copied only where torch could not take the array as it is
             self._resident = torch.from_numpy(np.require(images, requirements=["C", "W"])).to(device)
-        mean = MEAN if inputs == 3 else (GREY_MEAN,) * inputs
-        deviation = DEVIATION if inputs == 3 else (GREY_DEVIATION,) * inputs
+        mean, deviation = normalisation(inputs)
         self._mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
         self._deviation = torch.tensor(deviation, device=device).view(1, -1, 1, 1)
 

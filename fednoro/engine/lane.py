@@ -6,7 +6,7 @@ Nothing is reallocated from client to client: a lane takes over each client's we
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from fednoro.engine.images import DRAWS, Images
 from fednoro.models import Packed
 from fednoro.seeds import generator
 from fednoro.training import Training
-from fednoro.types import IntArray, Task, Weights
+from fednoro.types import IntArray, Task, UserError, Weights
 
 EVALUATION_BATCH = 512
 BLOCK = 64 * 2**20  # bytes of images that a lane prepares at once
@@ -31,25 +31,40 @@ class Lane:
         self.device = device
         self.net, self.anchor = Packed(net, device), Packed(copy.deepcopy(net), device)
         self.anchor.net.eval().requires_grad_(False)
+        self._anchored: Tensor | None = None
         self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
         self.adam = Adam(self.parameters)
 
     def load(self, weights: Weights) -> None:
         """A client's start: the received weights in both networks, and a fresh optimizer."""
         self.net.load(weights)
-        self.anchor.load(weights)
+        self.anchor_to(weights)
         self.adam.reset()
+
+    def anchor_to(self, weights: Weights) -> None:
+        """The anchor takes over `weights`, unless it has them: the clients of a round receive the same model."""
+        if self._anchored is not weights.values:
+            self.anchor.load(weights)
+            self._anchored = weights.values
 
     def descend(self, loss: Tensor, options: Training) -> None:
         """One step of Adam down the gradient of `loss`."""
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self.adam.step(gradients, options)
 
-    def logits(self, images: Images, weights: Weights, parts: Sequence[Tensor], u: Sequence[Tensor | None]) -> Tensor:
+    def logits(
+        self,
+        images: Images,
+        weights: Weights,
+        parts: Sequence[Tensor],
+        u: Sequence[Tensor | None],
+        features: bool = False,  # the penultimate layer instead
+    ) -> Tensor:
         """Outputs in eval mode for the images at the indices in `parts`, one part at a time."""
-        self.anchor.load(weights)
+        self.anchor_to(weights)
+        forward = penultimate(self.anchor.net) if features else self.anchor.net
         with torch.inference_mode():
-            outputs = [self.anchor.net(images.batch(i, v)) for i, v in zip(parts, u, strict=True)]
+            outputs = [forward(images.batch(i, v)) for i, v in zip(parts, u, strict=True)]
         return torch.cat(outputs)  # out here: a loss may take them as its targets
 
     def recalibrate(self, images: Images, weights: Weights, index: IntArray) -> Weights:
@@ -68,6 +83,24 @@ class Lane:
             norm.momentum = momentum
         self.net.net.train()  # a lane of graphs never asks again
         return replace(self.net.weights(), counters=weights.counters)
+
+
+def penultimate(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The layers of `net` before its classifier."""
+    missing = [name for name in ("features", "fc") if not callable(getattr(net, name, None))]
+    if missing:
+        raise UserError(
+            "this method needs a network with features(x), B×d, and a classifier fc after them: "
+            f"the given one has no {' and no '.join(missing)}; add what is missing, or use model=cnn or model=resnet18"
+        )
+
+    def features(x: Tensor) -> Tensor:
+        found: Tensor = net.features(x)  # type: ignore[operator]
+        if found.ndim != 2:
+            raise UserError(f"the network's features(x) must be B×d, got shape {tuple(found.shape)}")
+        return found
+
+    return features
 
 
 class Adam:

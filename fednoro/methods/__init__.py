@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from fednoro.methods.fedavg import Method
+from fednoro.methods.fedcorr import FedCorr, FedCorrLA
 from fednoro.methods.fedla import FedLA
+from fednoro.methods.fedlsr import FedLSR
 from fednoro.methods.fednoro import FedNoRo
+from fednoro.methods.fedprox import FedProx
+from fednoro.methods.rhfl import RHFL
+from fednoro.methods.rofl import RoFL
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": Method,
     "fedla": FedLA,
     "fednoro": FedNoRo,
+    "fedprox": FedProx,
+    "rhfl": RHFL,
+    "fedlsr": FedLSR,
+    "rofl": RoFL,
+    "fedcorr": FedCorr,
+    "fedcorr-la": FedCorrLA,
 }
 
-__all__ = ["METHODS", "FedLA", "FedNoRo", "Method"]
+__all__ = ["METHODS", "RHFL", "FedCorr", "FedCorrLA", "FedLA", "FedLSR", "FedNoRo", "FedProx", "Method", "RoFL"]

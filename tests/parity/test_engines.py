@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from federations import CLASSES, MIXED, ROUNDS, distance, every_method, every_variant, federation, same, three_channels
+from torch import Tensor
 
 from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Precision
-from fednoro.methods import FedNoRo, Method
+from fednoro.methods import FedCorr, FedNoRo, Method
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
 from fednoro.runs import to_device
@@ -40,6 +41,7 @@ class Exchange:
 
     tasks: Mapping[int, Task]
     replies: Sequence[Reply]
+    memories: Mapping[int, Mapping[str, Tensor]]  # what each client remembered before
 
     @property
     def kinds(self) -> set[tuple[str, ...]]:
@@ -52,8 +54,9 @@ def on_eager(method: Method, device: torch.device = CPU) -> list[Exchange]:
     lab, seen = EagerEngine(*given(device)), list[Exchange]()
 
     def exchange(method: Method, tasks: Mapping[int, Task]) -> Any:
+        memories = {k: dict(lab.clients[k].memory) for k in tasks}
         replies = list(answers(lab, method, tasks))
-        seen.append(Exchange(tasks, replies))
+        seen.append(Exchange(tasks, replies, memories))
         return iter(replies)
 
     nothing = Evaluation(np.eye(CLASSES, dtype=np.int64), 0.0)
@@ -64,6 +67,14 @@ def on_eager(method: Method, device: torch.device = CPU) -> list[Exchange]:
     for number, one in enumerate(seen):
         by_kind.setdefault(frozenset(one.kinds), []).append(number)
     return [seen[i] for i in sorted({i for numbers in by_kind.values() for i in (numbers[0], numbers[-1])})]
+
+
+def again(lab: EagerEngine, method: Method, exchange: Exchange, changed: Any = None) -> Sequence[Reply]:
+    """What this engine answers to the same tasks, or to changed ones, from what the clients remembered then."""
+    for k, memory in exchange.memories.items():
+        lab.clients[k].memory.clear()
+        lab.clients[k].memory.update(memory)
+    return answers(lab, method, {k: changed(task) if changed else task for k, task in exchange.tasks.items()})
 
 
 def answers(lab: EagerEngine, method: Method, tasks: Mapping[int, Task]) -> Sequence[Reply]:
@@ -78,7 +89,7 @@ def pairs(lab: EagerEngine, method: Method, device: torch.device = CPU) -> list[
     """For every task of those exchanges: what the eager engine answered, and what this one does from the same state."""
     found = []
     for exchange in on_eager(method, device):
-        replies = answers(lab, method, exchange.tasks)
+        replies = again(lab, method, exchange)
         assert [reply.client for reply in replies] == [reply.client for reply in exchange.replies]
         found += [(exchange.tasks[r.client], r, other) for r, other in zip(exchange.replies, replies, strict=True)]
     return found
@@ -103,12 +114,13 @@ class Tolerance:
     moved: float  # of what training changed
     each: float  # learning rates, for any single weight: Adam turns the sign of a tiny gradient into a whole step
     loss: float  # relative
+    lid: float  # relative: ratios of distances between outputs that are almost equal
 
 
 TOLERANCES: dict[Precision, Tolerance] = {
-    "fp32": Tolerance(1e-5, 1e-3, 1, 1e-5),
-    "tf32": Tolerance(4e-3, 0.2, 10, 5e-3),
-    "bf16": Tolerance(8e-3, 0.3, 10, 1e-2),  # the worst of any client here: 5e-3, 0.22, 5, 3e-3
+    "fp32": Tolerance(1e-5, 1e-3, 1, 1e-5, 1e-5),
+    "tf32": Tolerance(4e-3, 0.2, 10, 5e-3, 0.1),
+    "bf16": Tolerance(8e-3, 0.3, 10, 1e-2, 0.1),  # the worst of any client here: 5e-3, 0.22, 5, 3e-3, 0.065
 }
 
 
@@ -117,9 +129,14 @@ def check_close(task: Task, expected: Reply, found: Reply, precision: Precision)
     assert (found.client, found.size) == (expected.client, expected.size)
     assert found.arrays.keys() == expected.arrays.keys() and found.metrics.keys() == expected.metrics.keys()
     for key, array in expected.arrays.items():
+        if key == "centroids":  # means of features, which carry the errors of every layer before them
+            off = np.linalg.norm(found.arrays[key] - array)
+            assert off <= 3 * allowed.weights * np.linalg.norm(array)
+            continue
         np.testing.assert_allclose(found.arrays[key], array, rtol=allowed.loss, atol=allowed.loss)
     for key, value in expected.metrics.items():
-        assert float(found.metrics[key]) == pytest.approx(float(value), rel=allowed.loss, abs=allowed.loss)
+        off = allowed.lid if key == "lid" else allowed.loss
+        assert float(found.metrics[key]) == pytest.approx(float(value), rel=off, abs=off)
     if expected.weights is None or found.weights is None:
         assert found.weights is expected.weights
         return
@@ -128,16 +145,26 @@ def check_close(task: Task, expected: Reply, found: Reply, precision: Precision)
     off, moved = distance(found.weights, expected.weights), distance(expected.weights, task.weights)
     assert moved > 0
     assert off <= allowed.weights * float(expected.weights.values.norm())
-    assert off <= allowed.moved * moved
+    # One image is one step of Adam, which is the sign of the gradient alone: small ones flip it.
+    assert off <= allowed.moved * moved * (2 if expected.size == 1 else 1)
     worst = (found.weights.values.cpu() - expected.weights.values.cpu()).abs().max()
     assert worst <= allowed.each * TRAINING.lr
+
+
+# Of the methods that ask for more than training. FedCorr's second iteration has noise levels.
+KINDS: dict[type[Method], set[tuple[str, ...]]] = {
+    FedNoRo: {("train",), ("score",), ("train", "lam")},
+    FedCorr: {
+        ("train",), ("visit-1",), ("correct-1",), ("visit-2",), ("visit-2", "mu"), ("correct-2",), ("relabel",)
+    },
+}  # fmt: skip
 
 
 @every_variant
 def test_a_run_has_every_kind_of_task(method: Method) -> None:
     """Else the tests below would not say what they claim to say."""
     kinds = set().union(*(exchange.kinds for exchange in on_eager(method)))
-    assert kinds == ({("train",), ("score",), ("train", "lam")} if isinstance(method, FedNoRo) else {("train",)})
+    assert kinds == next((kinds for cls, kinds in KINDS.items() if isinstance(method, cls)), {("train",)})
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
@@ -166,8 +193,8 @@ def test_the_tolerances_would_notice_a_wrong_batch_or_a_wrong_loss(method: Metho
     other = EagerEngine(*given())
     other.seed += 1
     for replies in (
-        answers(other, method, training.tasks),
-        answers(EagerEngine(*given()), method, {k: _changed(task) for k, task in training.tasks.items()}),
+        again(other, method, training),
+        again(EagerEngine(*given()), method, training, _changed),
     ):
         with pytest.raises(AssertionError):
             for expected, found in zip(training.replies, replies, strict=True):
@@ -215,7 +242,7 @@ def test_graphs_give_the_same_bits_again_whatever_ran_before(method: Method, pre
     lab = CudaEngine(*given(cuda), precision=precision, lanes=2)
     for _ in range(2):
         for exchange in reversed(on_eager(method, cuda)):
-            for reply in answers(lab, method, exchange.tasks):
+            for reply in again(lab, method, exchange):
                 assert identical(once[id(exchange.tasks[reply.client])], reply)
 
 
@@ -225,7 +252,7 @@ def test_nothing_is_captured_again_from_round_to_round() -> None:
     cuda = torch.device("cuda")
     lab, method = CudaEngine(*given(cuda), lanes=1), Method()
     first, *rest = on_eager(method, cuda)
-    answers(lab, method, first.tasks)
+    again(lab, method, first)
 
     def captured() -> list[int]:
         return [id(graph) for program in lab.lane.programs.values() for graph in program.graphs.values()]
@@ -233,7 +260,7 @@ def test_nothing_is_captured_again_from_round_to_round() -> None:
     before = captured()
     assert len(before) == 3  # batches of 4, 2 and 1
     for exchange in rest:
-        answers(lab, method, exchange.tasks)
+        again(lab, method, exchange)
     assert captured() == before
 
 

@@ -17,9 +17,9 @@ ROOT = Path(fednoro.__file__).parent
 # Lowest first. A module imports from lower layers and from its own folder, never from beside or above.
 LAYERS = (
     ("types",),
-    ("options", "seeds", "files"),
+    ("options", "seeds", "files", "mixture"),
     ("data", "partition", "noise", "losses", "detect", "aggregate", "metrics", "training", "models", "clients"),
-    ("verdicts",),
+    ("verdicts", "indicators", "relabel"),
     ("methods",),
     ("engine",),
     ("rounds",),

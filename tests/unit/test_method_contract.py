@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fednoro.clients import Client
 from fednoro.engine.eager import EagerEngine, EagerSite
-from fednoro.methods import METHODS, Method
+from fednoro.methods import METHODS, Method, RoFL
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, Turn, play
 from fednoro.runs import RunFolder
@@ -262,17 +262,30 @@ def _statuses(turns: list[Turn], status: str) -> list[set[int]]:
     return [{a.client for a in turn.answers if a.status == status} for turn in turns if turn.task == "train"]
 
 
+def _only(turns: list[Turn], status: str, client: int) -> bool:
+    """`client` alone has that status, and no other; a method may leave it out of some rounds, but not of the last."""
+    seen = _statuses(turns, status)
+    return seen[-1] == {client} and set().union(*seen) == {client} and not any(client in ok for ok in _ok(turns))
+
+
+def _ok(turns: list[Turn]) -> list[set[int]]:
+    return _statuses(turns, "ok")
+
+
 SCENARIOS = {
-    "everyone takes part": Scenario(seen=lambda turns: all(len(ok) == 5 for ok in _statuses(turns, "ok"))),
+    # A method may train on some of those who are there, but on all of them in the end.
+    "everyone takes part": Scenario(
+        seen=lambda turns: len(_ok(turns)[-1]) == 5 and {a.status for turn in turns for a in turn.answers} == {"ok"}
+    ),
     "half are drawn": Scenario(
-        options={"participation": 0.5}, seen=lambda turns: all(len(ok) == 2 for ok in _statuses(turns, "ok"))
+        options={"participation": 0.5}, seen=lambda turns: max(map(len, _ok(turns))) == len(_ok(turns)[-1]) == 2
     ),
     "some drop out": Scenario(options={"failures": 0.3}, seen=lambda turns: any(_statuses(turns, "dropped"))),
     "all drop out in one round": Scenario(
         options={"failures": 0.95}, seen=lambda turns: any(len(gone) == 5 for gone in _statuses(turns, "dropped"))
     ),
-    "one raises every time": Scenario(raising=(1,), seen=lambda turns: _statuses(turns, "failed") == [{1}] * ROUNDS),
-    "one sends NaN": Scenario(sending_nan=(1,), seen=lambda turns: _statuses(turns, "failed") == [{1}] * ROUNDS),
+    "one raises every time": Scenario(raising=(1,), seen=lambda turns: _only(turns, "failed", 1)),
+    "one sends NaN": Scenario(sending_nan=(1,), seen=lambda turns: _only(turns, "failed", 1)),
     "all send NaN": Scenario(
         sending_nan=tuple(range(5)), seen=lambda turns: all(len(bad) == 5 for bad in _statuses(turns, "failed"))
     ),
@@ -311,6 +324,8 @@ def test_federation_completes_all_rounds(method: Method, name: str) -> None:
 def test_training_fits_the_clients_labels(method: Method) -> None:
     """A method that went through all the motions without learning would pass everything else here."""
     lab = Lab([ORDINARY, GAPPED, ORDINARY[::-1]])
+    if isinstance(method, RoFL):
+        method = replace(method, warmup=10)  # else it learns the pseudo-labels of a model that has learnt nothing
     *_, last = turns(method, lab, start(rounds=20))
     index = np.concatenate([client.index for client in lab.clients.values()])
     labels = torch.cat([client.labels for client in lab.clients.values()])
@@ -325,7 +340,8 @@ def test_same_seed_gives_the_same_bits_whatever_the_order_of_the_clients(method:
     once = recorded(method)[1]
     assert len(once) == len(again) and all(map(same, once, again))
     for _, _, replies, _ in spy.folds:
-        assert [reply.client for reply in replies] == [0, 1, 2, 3, 4]
+        assert [reply.client for reply in replies] == sorted({reply.client for reply in replies})
+    assert [reply.client for reply in spy.folds[-1][2]] == [0, 1, 2, 3, 4]
 
 
 @every_method
@@ -360,8 +376,9 @@ def test_fold_leaves_the_replies_alone(method: Method) -> None:
     tasks = method.plan(state, Clients((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)))
     replies = [reply for reply in lab.exchange(method, tasks) if isinstance(reply, Reply)]
     copies = [reply.weights.values.clone() for reply in replies if reply.weights is not None]
-    method.fold(state, Replies("train", tuple(tasks), iter(replies)))
-    assert len(copies) == 5
+    name = next(iter(tasks.values())).name
+    method.fold(state, Replies(name, tuple(tasks), iter(replies)))
+    assert len(copies) == len(tasks) >= 1
     assert all(torch.equal(reply.weights.values, copy) for reply, copy in zip(replies, copies, strict=True))  # type: ignore[union-attr]
 
 
@@ -433,12 +450,16 @@ def test_models_are_averaged_with_the_noted_weights_and_counters_are_copied(meth
             expected += shares[k] * weights.values.numpy().astype(np.float64)
         actual = after.model.values.numpy().astype(np.float64)
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-9)
-        moved = after.model.values[statistics] != state.model.values[statistics]
-        assert moved.any(), "running statistics are averaged too"
+        moved, moves = (
+            any(not torch.equal(w.values[statistics], state.model.values[statistics]) for w in models)
+            for models in ([after.model], [weights for _, weights in trained])
+        )
+        assert moved == moves, "running statistics are averaged too"  # a client of one image leaves them alone
         assert after.model.counters.dtype == torch.int64
         assert any(torch.equal(after.model.counters, weights.counters) for _, weights in trained)
         assert after.model.segments == packed.segments
-        folded += 1
+        assert moved or after.round == state.round
+        folded += after.round - state.round
     assert folded == ROUNDS
 
 
