@@ -51,7 +51,7 @@ class General(Options):
     )
     precision: Literal["fp32", "tf32", "bf16"] = option("fp32", "arithmetic on CUDA: fp32, or the faster tf32 and bf16")
     compile: bool = option(False, "on CUDA, torch.compile the network: slow to start, faster after")
-    checkpoint_every: int = option(5, "rounds between checkpoints", ge=1)
+    checkpoint_every: int = option(5, "exchanges (rounds, mostly) between checkpoints", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -197,7 +197,7 @@ def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Ru
 
     watcher.started(config, folder.path, federation, state, engine.describe())
     options = config.train
-    saved, reached, saver = state.round, folder.snapshot(state, clients), Saver(folder)
+    unsaved, reached, saver = 0, folder.snapshot(state, clients), Saver(folder)
     try:
         for turn in play(
             config.method, state, engine.exchange, sorted(clients), evaluate, options.participation, options.failures
@@ -208,9 +208,10 @@ def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Ru
             watcher.turned(turn)
             for message in turn.warnings:
                 watcher.warned(message)
-            if state.round - saved >= config.checkpoint_every or turn.task == "score" or state.round == state.rounds:
+            unsaved += 1  # exchanges: a method may have many before its first round ends
+            if unsaved >= config.checkpoint_every or turn.task == "score" or state.round == state.rounds:
                 saver.write(reached)
-                saved = state.round
+                unsaved = 0
         saver.wait()
     except KeyboardInterrupt:
         saver.write(reached)  # not what the logs and the clients' memories are now: that may be half a round
