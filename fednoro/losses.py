@@ -66,13 +66,18 @@ def distill(
     return lam * kl + (1 - lam) * F.nll_loss(log_y, labels)
 
 
+def held(labels: Tensor, classes: int) -> Tensor:
+    """Which class each label is, N×C booleans."""
+    return labels[:, None] == torch.arange(classes, device=labels.device)
+
+
 def per_class_losses(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy of each class (NaN where there is no sample) and its sample count, both float64."""
     losses = F.cross_entropy(logits.double(), labels, reduction="none")
-    held = labels[:, None] == torch.arange(classes, device=labels.device)  # N×C
-    counts = held.sum(dim=0, dtype=torch.float64)
+    members = held(labels, classes)
+    counts = members.sum(dim=0, dtype=torch.float64)
     # a masked sum: deterministic on every device, and an infinite loss stays within its class
-    return torch.where(held, losses[:, None], 0.0).sum(dim=0) / counts, counts
+    return torch.where(members, losses[:, None], 0.0).sum(dim=0) / counts, counts
 
 
 def gaussian_ramp(t: float, begin: float, end: float, peak: float, start_at_zero: bool = True) -> float:
@@ -101,8 +106,7 @@ def symmetric_ce(logits: Tensor, labels: Tensor, alpha: float = 0.1, beta: float
     """
     logits = at_least_float32(logits)
     p = torch.softmax(logits, dim=1).clamp(min=1e-7)
-    given = labels[:, None] == torch.arange(p.shape[1], device=p.device)  # B×C
-    rce = -math.log(1e-4) * p.masked_fill(given, 0.0).sum(dim=1)  # log 1 = 0 at the given label
+    rce = -math.log(1e-4) * p.masked_fill(held(labels, p.shape[1]), 0.0).sum(dim=1)  # log 1 = 0 at the given label
     return alpha * F.cross_entropy(logits, labels) + beta * rce.mean()
 
 
@@ -122,9 +126,14 @@ def entropy(p: Tensor) -> Tensor:
     return -(p * torch.log(p)).sum(dim=1).mean()
 
 
-def squared_distance(w: Iterable[Tensor], w_g: Iterable[Tensor]) -> Tensor:
-    """‖w − w_g‖² over the tensors of `w` that are trained, whose counterparts come in the same order."""
+def drift(w: Iterable[Tensor], w_g: Iterable[Tensor]) -> Tensor:
+    """W − w_g as one vector, over the tensors of `w` that are trained; their counterparts come in the same order."""
     pairs = [(a, b.detach()) for a, b in zip(w, w_g, strict=True) if a.requires_grad]
     # One vector: a network has many small tensors, and three operations on each would outnumber its own.
     differences = torch._foreach_sub([a for a, _ in pairs], [b for _, b in pairs])
-    return torch.cat([d.flatten() for d in differences]).square().sum()
+    return torch.cat([d.flatten() for d in differences])
+
+
+def squared_distance(w: Iterable[Tensor], w_g: Iterable[Tensor]) -> Tensor:
+    """‖w − w_g‖² over the tensors of `w` that are trained."""
+    return drift(w, w_g).square().sum()

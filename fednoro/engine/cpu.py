@@ -85,14 +85,11 @@ class CpuEngine(EagerEngine):
                     yield answers.pop(k).result()
 
     def _work(self, lane: Lane, method: Method, task: Task, k: int) -> Reply | Failure:
-        return answered(k, lambda: method.work(task, self._site_on(lane, self.clients[k])))
-
-    def _site_on(self, lane: Lane, client: Client) -> EagerSite:
-        return EagerSite(self, lane, client)
+        return answered(k, lambda: method.work(task, EagerSite(self, lane, self.clients[k])))
 
     def logits(self, weights: Weights, index: IntArray) -> Tensor:
         """Outputs in eval mode for the images at `index`, N×C."""
-        parts = torch.split(torch.from_numpy(index), self.evaluation_batch)
+        parts = self.parts(index)
         if len(self.lanes) == 1 or len(parts) == 1:
             return super().logits(weights, index)
         share = -(-len(parts) // len(self.lanes))

@@ -81,8 +81,12 @@ class EagerEngine:
 
     def logits(self, weights: Weights, index: IntArray) -> Tensor:
         """Outputs in eval mode for the images at `index`, N×C."""
-        parts = torch.split(torch.from_numpy(index).to(self.device), self.evaluation_batch)
+        parts = self.parts(index)
         return self.lane.logits(self.images, weights, parts, [None] * len(parts))
+
+    def parts(self, index: IntArray) -> Sequence[Tensor]:
+        """Indices cut into batches for evaluation."""
+        return torch.split(torch.from_numpy(index).to(self.device), self.evaluation_batch)
 
     def recalibrate(self, weights: Weights, client: Client) -> Weights:
         """`weights` with BatchNorm's running statistics re-estimated on the client's images, of which it needs two."""
@@ -160,7 +164,7 @@ class EagerSite:
                     for x, y, i, v, *r in zip(*(torch.split(part, options.batch) for part in whole), strict=True):
                         engine.check_halted()
                         mine = dict(zip(rows or {}, r, strict=True))
-                        normalise_by_running_statistics(lane.net, alone=len(i) == 1)
+                        normalise_by_running_statistics(lane.net.norms, alone=len(i) == 1)
                         value = loss(Step(lane.net.net, lane.anchor.net, x, y, i, aux, v, mine))
                         lane.descend(value, options)
                         total.add_(value.detach(), alpha=len(i))
@@ -170,7 +174,7 @@ class EagerSite:
     def logits(self, task: Task, weights: Weights, augment: bool = False) -> Tensor:
         """Outputs for all of the client's images in eval mode, N×C; on augmented images if asked."""
         engine = self.engine
-        parts = torch.split(torch.from_numpy(self.data.index).to(engine.device), engine.evaluation_batch)
+        parts = engine.parts(self.data.index)
         u: Sequence[Tensor | None] = [None] * len(parts)
         if augment:
             rng = generator(engine.seed, f"{task.name}.augment", task.round, self.client)
@@ -181,7 +185,7 @@ class EagerSite:
     def features(self, weights: Weights) -> Tensor:
         """The penultimate layer for all of the client's images in eval mode, N×d."""
         engine = self.engine
-        parts = torch.split(torch.from_numpy(self.data.index).to(engine.device), engine.evaluation_batch)
+        parts = engine.parts(self.data.index)
         return self.lane.logits(engine.images, weights, parts, [None] * len(parts), features=True)
 
     def to_array(self, tensor: Tensor) -> FloatArray:

@@ -18,7 +18,7 @@ from fednoro.engine import kernels
 from fednoro.engine.anchor import Anchor
 from fednoro.engine.half import Half, HalfAdam
 from fednoro.engine.images import DRAWS, Images
-from fednoro.engine.lane import Adam, Lane, blocks, penultimate, room
+from fednoro.engine.lane import Adam, Lane, blocks, normalise_by_running_statistics, room
 from fednoro.models import Packed
 from fednoro.training import Training
 from fednoro.types import FedNoRoWarning, Step, Weights
@@ -68,7 +68,7 @@ class Uncaptured:
     size: int
 
     def replay(self) -> None:
-        self.lane._normalise(self.size)
+        normalise_by_running_statistics(self.lane.norms, alone=self.size == 1)
         self.lane.step(self.program, self.size)
 
 
@@ -85,7 +85,7 @@ class CudaLane(Lane):
         compiled: bool,
         like: CudaLane | None = None,
     ) -> None:
-        self.device, self.precision, self.training, self.compiled = device, precision, training, compiled
+        self.device, self.precision, self.training = device, precision, training
         self.channels_last = precision != "fp32"
         self.fused = precision == "bf16" and device.type == "cuda" and kernels.available()
         self.net = Packed(net, device, self.channels_last, None if like is None else like.net)
@@ -129,9 +129,7 @@ class CudaLane(Lane):
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def load(self, weights: Weights) -> None:
-        self.net.load(weights, counters=not self._host_counts)
-        self.anchor_to(weights)
-        self.adam.reset()
+        super().load(weights)
         if self.precision == "bf16":
             self.trained.refresh()
 
@@ -217,7 +215,7 @@ class CudaLane(Lane):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False)
 
     def _captured(self, program: Program, size: int) -> Any:
-        self._normalise(size)
+        normalise_by_running_statistics(self.norms, alone=size == 1)
         if self.device.type != "cuda":
             self._warm_up(program, size)
             return Uncaptured(self, program, size)
@@ -273,10 +271,6 @@ class CudaLane(Lane):
                 handle.remove()
         program.passes[size] = counts
 
-    def _normalise(self, size: int) -> None:
-        for norm in self.norms:
-            norm.training = size > 1  # a single image has no batch statistics
-
     def step(self, program: Program, size: int, compiled: bool = True) -> None:
         """One batch of the block, from the cursor on."""
         at = self.cursor + self.offsets[:size]
@@ -331,12 +325,7 @@ class CudaLane(Lane):
         u: Sequence[Tensor | None],
         features: bool = False,
     ) -> Tensor:
-        self.anchor_to(weights)
-        forward = penultimate(self.teacher) if features else self.teacher
-        with torch.inference_mode(), self._autocast():
-            batches = (self._images(images, i, v) for i, v in zip(parts, u, strict=True))
-            outputs = [forward(x).float() for x in batches]
-        return torch.cat(outputs)  # out here: a loss may take them as its targets
+        return super().logits(images, weights, parts, u, features).float()
 
     def _images(self, images: Images, index: Tensor, u: Tensor | None) -> Tensor:
         if self.fused:

@@ -25,9 +25,8 @@ class Half(nn.Module):
     def __init__(self, packed: Packed) -> None:
         super().__init__()
         self.packed_values = packed.values
-        self.values = packed.values.to(
-            torch.bfloat16
-        )  # a copy of all, of which convolutions and linear layers use theirs
+        # A copy of everything, of which convolutions and linear layers use their part.
+        self.values = packed.values.to(torch.bfloat16)
         net = copy.deepcopy(packed.net)
         places = {id(p): view for p, view in zip(packed.tensors, packed.views_of(self.values), strict=True)}
         made: dict[int, nn.Parameter] = {}
@@ -41,9 +40,8 @@ class Half(nn.Module):
                 else:
                     own._parameters[name] = tensor
             own._buffers.update(given._buffers)
-        vars(self).update(
-            _original=packed.net, _low=net, _call=net
-        )  # not registered: neither is a part with a name of its own
+        # Not registered: neither is a part with a name of its own.
+        vars(self).update(_original=packed.net, _low=net, _call=net)
         self.low = {id(p): made[id(p)] for p in packed.net.parameters() if id(p) in made}
         self.training = packed.net.training
         self.norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

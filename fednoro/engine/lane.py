@@ -6,8 +6,10 @@ Nothing is reallocated from client to client: a lane takes over each client's we
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,24 +29,27 @@ BLOCK = 64 * 2**20  # bytes of images that a lane prepares at once
 class Lane:
     """The networks that one client at a time is trained and scored with."""
 
+    _host_counts = False  # whether BatchNorm's counters are left out of the networks
+
     def __init__(self, net: nn.Module, device: torch.device) -> None:
         self.device = device
         self.net, self.anchor = Packed(net, device), Packed(copy.deepcopy(net), device)
         self.anchor.net.eval().requires_grad_(False)
+        self.teacher: Any = self.anchor.net  # what is asked for the anchor's outputs
         self._anchored: Tensor | None = None
         self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
         self.adam = Adam(self.parameters)
 
     def load(self, weights: Weights) -> None:
         """A client's start: the received weights in both networks, and a fresh optimizer."""
-        self.net.load(weights)
+        self.net.load(weights, counters=not self._host_counts)
         self.anchor_to(weights)
         self.adam.reset()
 
     def anchor_to(self, weights: Weights) -> None:
         """The anchor takes over `weights`, unless it has them: the clients of a round receive the same model."""
         if self._anchored is not weights.values:
-            self.anchor.load(weights)
+            self.anchor.load(weights, counters=not self._host_counts)
             self._anchored = weights.values
 
     def descend(self, loss: Tensor, options: Training) -> None:
@@ -62,10 +67,16 @@ class Lane:
     ) -> Tensor:
         """Outputs in eval mode for the images at the indices in `parts`, one part at a time."""
         self.anchor_to(weights)
-        forward = penultimate(self.anchor.net) if features else self.anchor.net
-        with torch.inference_mode():
-            outputs = [forward(images.batch(i, v)) for i, v in zip(parts, u, strict=True)]
+        forward = penultimate(self.teacher) if features else self.teacher
+        with torch.inference_mode(), self._autocast():
+            outputs = [forward(self._images(images, i, v)) for i, v in zip(parts, u, strict=True)]
         return torch.cat(outputs)  # out here: a loss may take them as its targets
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _images(self, images: Images, index: Tensor, u: Tensor | None) -> Tensor:
+        return images.batch(index, u)
 
     def recalibrate(self, images: Images, weights: Weights, index: IntArray) -> Weights:
         """`weights` with BatchNorm's running statistics re-estimated on the images at `index`: two or more."""
@@ -175,7 +186,7 @@ def blocks(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int, list[int
         yield first, first + sum(inside), inside
 
 
-def normalise_by_running_statistics(packed: Packed, alone: bool) -> None:
+def normalise_by_running_statistics(norms: Iterable[nn.Module], alone: bool) -> None:
     """A single image has no batch statistics (PyTorch refuses them on 1×1 maps): use the running ones."""
-    for norm in packed.norms:
+    for norm in norms:
         norm.training = not alone

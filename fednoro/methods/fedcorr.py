@@ -34,10 +34,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fednoro.indicators import lid
-from fednoro.losses import log_prior
+from fednoro.losses import drift, log_prior
 from fednoro.methods.fedavg import Method
 from fednoro.options import option
 from fednoro.relabel import believed, upper_component, worst
@@ -167,7 +167,9 @@ class FedCorr(Method):
             logits = logits + step.aux["log_pi"]
         value = lam * F.cross_entropy(logits, step.y) + (1 - lam) * F.cross_entropy(logits, step.y[order])
         if "mu" in step.aux:
-            value = value + self.beta * step.aux["mu"] * _distance(step.net, step.anchor)
+            # Unlike a square root's, the norm's gradient at w = w_g is 0.
+            distance = torch.linalg.vector_norm(drift(step.net.parameters(), step.anchor.parameters()))
+            value = value + self.beta * step.aux["mu"] * distance
         return value
 
     def work(self, task: Task, site: Site) -> Reply:
@@ -229,11 +231,3 @@ def _posteriors(state: State) -> dict[int, float]:
     """How probably each client that has a LID is noisy."""
     lids = _lids(state)
     return dict(zip(lids, upper_component(np.array(list(lids.values()))).tolist(), strict=True))
-
-
-def _distance(net: nn.Module, anchor: nn.Module) -> Tensor:
-    """‖w − w_g‖₂ over the trainable weights; unlike a square root's, its gradient at w = w_g is 0."""
-    pairs = [(w, g) for w, g in zip(net.parameters(), anchor.parameters(), strict=True) if w.requires_grad]
-    differences = torch._foreach_sub([w for w, _ in pairs], [g for _, g in pairs])
-    distance: Tensor = torch.linalg.vector_norm(torch.cat([difference.flatten() for difference in differences]))
-    return distance

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fednoro.losses import held
 from fednoro.methods.fedavg import Method
 from fednoro.options import option
 from fednoro.seeds import generator
@@ -115,11 +116,6 @@ class RoFL(Method):
         else:  # only now is the width known, and nobody has used them before
             f_g = generator(state.seed, "centroids").standard_normal(f_k.shape[1:])
         return replace(after, memo={**state.memo, "centroids": shared_centroids(f_g, f_k).tolist()})
-
-
-def held(labels: Tensor, classes: int) -> Tensor:
-    """Which class each label is, B×C."""
-    return labels[:, None] == torch.arange(classes, device=labels.device)
 
 
 def class_means(z: Tensor, members: Tensor) -> Tensor:
