@@ -16,8 +16,6 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.mixture import GaussianMixture
 from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]  # comes with scikit-learn
 
 from fednoro.types import BoolArray, FedNoRoWarning, FloatArray, UserError
@@ -153,7 +151,7 @@ class NoisyClientDetector:
         detector.mixture_, detector.noisy_component_ = None, state["noisy_component"]
         detector.reason_ = state["reason"]
         if state["mixture"] is not None:
-            detector.mixture_ = GaussianMixture(2, covariance_type=detector.covariance)
+            detector.mixture_ = _mixture(2, covariance_type=detector.covariance)
             for name in _MIXTURE:
                 setattr(detector.mixture_, name, np.array(state["mixture"][name], dtype=np.float64))
         for name in _ARRAYS:
@@ -217,11 +215,17 @@ def _scale(losses: FloatArray, low: FloatArray, high: FloatArray) -> FloatArray:
     return scaled
 
 
+def _mixture(*args: Any, **kwargs: Any) -> Any:
+    from sklearn.mixture import GaussianMixture  # two seconds, for which a run without verdicts need not wait
+
+    return GaussianMixture(*args, **kwargs)
+
+
 def _fit_mixture(points: FloatArray, covariance: Covariance, seed: int) -> Any:
     """A scikit-learn mixture of two, None where the fit broke down."""
     try:
         with _quietly():
-            return GaussianMixture(2, covariance_type=covariance, random_state=seed % 2**32).fit(points)
+            return _mixture(2, covariance_type=covariance, random_state=seed % 2**32).fit(points)
     except ValueError:
         return None
 
@@ -238,6 +242,8 @@ def _quietly() -> Iterator[None]:
 
     Threads cost far more than they bring on tables of this size, and one thread adds up in one order.
     """
+    from sklearn.exceptions import ConvergenceWarning
+
     with _thread_pools().limit(limits=1), warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", ConvergenceWarning)
         yield

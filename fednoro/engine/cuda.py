@@ -15,6 +15,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from fednoro.clients import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.cpu import windows
 from fednoro.engine.eager import EagerEngine, EagerSite, failure
-from fednoro.engine.graphs import CudaLane, Inputs, Precision, UnsuitableError, after, current, synchronize
+from fednoro.engine.graphs import CudaLane, Inputs, Precision, UnsuitableError
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.lane import batches, schedule
+from fednoro.engine.streams import after, current, synchronize
 from fednoro.methods import Method
 from fednoro.training import Training
 from fednoro.types import Failure, FedNoRoWarning, FloatArray, IntArray, Reply, Step, Task, Weights
@@ -65,15 +67,22 @@ class CudaEngine(EagerEngine):
         self.shape = (inputs, *dataset.images.shape[1:3])
         self._given = (network, dataset, inputs, training, seed, device)
         self.evaluation_batch = max(16, EVALUATION_PIXELS // (self.shape[1] * self.shape[2]))
-        net = network()
-        self.lane = CudaLane(copy.deepcopy(net), device, precision, self.shape, training, compiled)
+        self.most = lanes or STREAMS
+        self._make = partial(
+            CudaLane, device=device, precision=precision, shape=self.shape, training=training, compiled=compiled
+        )
+        self._net = network()
+        self.lane = self._make(copy.deepcopy(self._net))
         self.lanes = [self.lane]
+
+    def _widen(self, clients: int) -> None:
+        """Lanes for so many clients at a time: few clients need few."""
         try:
-            while len(self.lanes) < (lanes or STREAMS):
-                more = CudaLane(copy.deepcopy(net), device, precision, self.shape, training, compiled, like=self.lane)
-                self.lanes.append(more)
+            while len(self.lanes) < min(clients, self.most):
+                self.lanes.append(self._make(copy.deepcopy(self._net), like=self.lane))
         except torch.OutOfMemoryError:
             del self.lanes[-(len(self.lanes) // 2) :]  # room for what the steps themselves need
+            self.most = len(self.lanes)
             torch.cuda.empty_cache()
 
     def serve(self, clients: Iterable[Client]) -> None:
@@ -84,7 +93,7 @@ class CudaEngine(EagerEngine):
     def describe(self) -> str:
         if self._eager is not None:
             return self._eager.describe()
-        return f"cuda graphs on {len(self.lanes)} streams of {self.device}, {self.precision}"
+        return f"cuda graphs on {self.most} streams of {self.device}, {self.precision}"
 
     def site(self, client: Client) -> EagerSite:
         return self._site(self.lane, client) if self._eager is None else self._eager.site(client)
@@ -94,6 +103,8 @@ class CudaEngine(EagerEngine):
 
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
         """Each client's answer, in client order; a client that raises becomes a `Failure`."""
+        if self._eager is None:
+            self._widen(len(tasks))
         for window in windows(sorted(tasks), self.net.values.nbytes, self._room(), 2 * len(self.lanes)):
             answers = self._together(method, {k: tasks[k] for k in window})
             for k in window:
@@ -149,6 +160,7 @@ class CudaEngine(EagerEngine):
             self._fall_back("the GPU has too little memory for graphs")
             return
         del self.lanes[-(len(self.lanes) // 2) :]
+        self.most = len(self.lanes)
         torch.cuda.empty_cache()
         message = f"the GPU's memory ran out: going on with {len(self.lanes)} streams"
         warnings.warn(message, FedNoRoWarning, stacklevel=2)

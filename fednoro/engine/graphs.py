@@ -19,6 +19,7 @@ from fednoro.engine.anchor import Anchor
 from fednoro.engine.half import Half, HalfAdam
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.lane import Adam, Lane, blocks, normalise_by_running_statistics, room
+from fednoro.engine.streams import stream, synchronize
 from fednoro.models import Packed
 from fednoro.training import Training
 from fednoro.types import FedNoRoWarning, Step, Weights
@@ -50,6 +51,7 @@ class Inputs:
 class Program:
     """One kind of step in one lane: the places it reads from, and its graphs by batch size."""
 
+    key: Any
     loss: Callable[[Step], Tensor]
     aux: dict[str, Tensor]
     rows: dict[str, Tensor]  # block×…
@@ -57,6 +59,14 @@ class Program:
     anchored: Tensor | None = None  # block×C, what the anchor says about the images, where the loss asks for it
     graphs: dict[int, Any] = field(default_factory=dict)
     passes: dict[int, list[int]] = field(default_factory=dict)  # by batch size: how often each norm sees a batch
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a step outside of a graph has shown, for every lane that captures the same one."""
+
+    passes: list[int]
+    anchored: Tensor | None  # empty, of the shape and type of what the anchor says
 
 
 @dataclass
@@ -106,11 +116,13 @@ class CudaLane(Lane):
             self.adam = Adam(self.parameters)
         self.forward: Any = self.trained
         if compiled:
+            torch._dynamo.config.recompile_limit = 64  # each lane has a network of its own, and all share the code
             half = isinstance(self.trained, Half)
-            self.forward = self.trained.compiled() if half else torch.compile(self.trained)
+            self.forward = self.trained.compiled() if half else torch.compile(self.trained, dynamic=False)
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs: dict[Any, Program] = {}
+        self.rehearsed: dict[Any, Rehearsal] = {} if like is None else like.rehearsed
         channels, height, width = shape
         layout = (height, width, channels) if self.channels_last else shape
         self.block = room(channels * height * width, training.batch)
@@ -150,6 +162,7 @@ class CudaLane(Lane):
                 synchronize(self.device)  # the oldest one's graphs may be running
                 del self.programs[next(iter(self.programs))]
             self.programs[key] = Program(
+                key,
                 loss,
                 {name: torch.empty_like(value, device=self.device) for name, value in aux.items()},
                 {
@@ -167,8 +180,10 @@ class CudaLane(Lane):
         parts = list(blocks(data.sizes, self.block))
         missing = sorted(set(data.sizes) - program.graphs.keys(), reverse=True)
         for size in missing:
-            self._begin(program, weights, data)  # whatever was left behind: a warm-up must not meet NaN
-            self._prepare(program, images, data, *parts[0][:2])
+            if not self._knows(program, size):
+                self._begin(program, weights, data)  # whatever was left behind: a rehearsal must not meet NaN
+                self._prepare(program, images, data, *parts[0][:2])
+                self._rehearse(program, size)
             program.graphs[size] = self._captured(program, size)
         self._begin(program, weights, data)
         for first, last, sizes in parts:
@@ -214,19 +229,24 @@ class CudaLane(Lane):
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False)
 
+    def _knows(self, program: Program, size: int) -> bool:
+        """Whether another lane has rehearsed this step; a network that is compiled rehearses in every lane."""
+        known = self.rehearsed.get((program.key, size))
+        if known is None or self.forward is not self.trained:
+            return False
+        program.passes[size] = known.passes
+        if known.anchored is not None and program.anchored is None:
+            program.anchored = known.anchored.new_zeros((self.block, *known.anchored.shape[1:]))
+        return True
+
     def _captured(self, program: Program, size: int) -> Any:
         normalise_by_running_statistics(self.norms, alone=size == 1)
         if self.device.type != "cuda":
-            self._warm_up(program, size)
             return Uncaptured(self, program, size)
-        chance = torch.cuda.get_rng_state(self.device)
-        self._warm_up(program, size)
-        if not torch.equal(chance, torch.cuda.get_rng_state(self.device)):
-            raise UnsuitableError("the network draws random numbers, and a captured step would repeat them")
-        synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
-            graph.capture_begin(pool=self.pool)  # torch.cuda.graph() would empty the allocator's cache as well
+            # torch.cuda.graph() would empty the allocator's cache as well, and wait for the other lanes.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 self.step(program, size)
             finally:
@@ -237,12 +257,23 @@ class CudaLane(Lane):
             raise UnsuitableError(f"a step could not be captured ({str(error).splitlines()[0]})") from error
         return graph
 
-    def _warm_up(self, program: Program, size: int) -> None:
+    def _rehearse(self, program: Program, size: int) -> None:
         """A step outside of the graph, where libraries set themselves up and a network is compiled."""
+        normalise_by_running_statistics(self.norms, alone=size == 1)
+        cuda = self.device.type == "cuda"
+        chance = torch.cuda.get_rng_state(self.device) if cuda else None
         with self._counting(program, size):
             self.step(program, size, compiled=False)
-        if self.forward is self.trained:
-            return
+        if self.forward is not self.trained:
+            self._rehearse_compiled(program, size)
+        if chance is not None and not torch.equal(chance, torch.cuda.get_rng_state(self.device)):
+            raise UnsuitableError("the network draws random numbers, and a captured step would repeat them")
+        said = None if program.anchored is None else program.anchored[:0]
+        self.rehearsed[program.key, size] = Rehearsal(program.passes[size], said)
+        synchronize(self.device)
+
+    def _rehearse_compiled(self, program: Program, size: int) -> None:
+        self.cursor.zero_()  # the block may hold no more than one batch
         try:
             self.step(program, size)
         except torch.OutOfMemoryError:
@@ -356,22 +387,3 @@ def _stop_counting(packed: Packed) -> bool:
     for norm in counted:
         norm.num_batches_tracked = None
     return True
-
-
-def stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-
-def current(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def after(later: Any, earlier: Any) -> None:
-    """What is queued on `later` from now on waits for what is queued on `earlier` already."""
-    if later is not None and earlier is not None:
-        later.wait_stream(earlier)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -56,7 +56,7 @@ class Half(nn.Module):
     def compiled(self) -> Half:
         """The same network, whose forward pass is compiled."""
         fast = copy.copy(self)
-        vars(fast)["_call"] = torch.compile(self._low)
+        vars(fast)["_call"] = torch.compile(self._low, dynamic=False)
         return fast
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

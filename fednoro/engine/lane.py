@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.adam import adam
 
 from fednoro.engine.images import DRAWS, Images
 from fednoro.models import Packed
@@ -117,28 +116,29 @@ def penultimate(net: nn.Module) -> Callable[[Tensor], Tensor]:
 class Adam:
     """Adam with state that is reset in place, and one fused update for all tensors.
 
-    The functional form does what `torch.optim.Adam` does without loading the compiler at start-up.
+    The update is the one inside `torch.optim.Adam`. That class loads the compiler at start-up, counts steps for each
+    tensor and sorts the tensors anew in every step, which costs a small network a fifth of its time.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = [tensor.detach() for tensor in tensors]
         self.means = [torch.zeros_like(tensor) for tensor in self.tensors]
         self.squares = [torch.zeros_like(tensor) for tensor in self.tensors]
-        device = self.tensors[0].device if self.tensors else None
-        self.steps = list(torch.zeros(len(self.tensors), device=device).unbind())
+        self.count = torch.zeros((), device=self.tensors[0].device if self.tensors else None)
 
     def reset(self) -> None:
         """As new: every client begins every round with a fresh optimizer."""
-        torch._foreach_zero_([*self.means, *self.squares, *self.steps])
+        torch._foreach_zero_([*self.means, *self.squares, self.count])
 
     def step(self, gradients: Sequence[Tensor | None], options: Training) -> None:
         """One update; a tensor without a gradient has the gradient zero."""
         laid_out = [_like(t, g) for g, t in zip(gradients, self.tensors, strict=True)]
         with torch.no_grad():
-            adam(
-                self.tensors, laid_out, self.means, self.squares, [], self.steps,
+            self.count.add_(1.0)
+            torch._fused_adam_(
+                self.tensors, laid_out, self.means, self.squares, [], [self.count] * len(laid_out),
                 lr=options.lr, weight_decay=options.weight_decay, beta1=0.9, beta2=0.999, eps=1e-8,
-                fused=True, foreach=False, amsgrad=False, maximize=False,
+                amsgrad=False, maximize=False,
             )  # fmt: skip
 
 

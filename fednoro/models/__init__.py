@@ -57,9 +57,10 @@ class Resnet18(Options):
         return 3
 
     def build(self, channels: int, classes: int) -> nn.Module:
-        net = ResNet(self.depth, classes)
-        if self.weights not in (None, "none"):
-            load_pretrained(net, Path(str(self.weights)).expanduser())
+        if self.weights in (None, "none"):
+            return ResNet(self.depth, classes)
+        net = ResNet(self.depth, classes, random=False)
+        load_pretrained(net, Path(str(self.weights)).expanduser())
         return net
 
 

@@ -40,6 +40,9 @@ class Convolution(nn.Conv2d):
     There oneDNN spends most of its time on rearranging the weights and their gradient, which are larger than the maps.
     """
 
+    def reset_parameters(self) -> None:
+        """Leaves the weights to the network, which draws them all or has them from a file."""
+
     def forward(self, x: Tensor) -> Tensor:
         k, s, p = self.kernel_size[0], self.stride[0], int(self.padding[0])
         height, width = ((side + 2 * p - k) // s + 1 for side in x.shape[2:])
@@ -77,11 +80,11 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         outputs = width * self.expansion
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.conv1 = Convolution(inputs, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = Convolution(width, width, 3, stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.conv3 = Convolution(width, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
         self.downsample = _downsample(inputs, outputs, stride)
 
@@ -95,11 +98,14 @@ class Bottleneck(nn.Module):
 def _downsample(inputs: int, outputs: int, stride: int) -> nn.Module | None:
     if stride == 1 and inputs == outputs:
         return None
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+    return nn.Sequential(Convolution(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
 class ResNet(nn.Module):
-    """ResNet-18, -34 or -50 (He et al., 2016) for 3-channel images."""
+    """ResNet-18, -34 or -50 (He et al., 2016) for 3-channel images.
+
+    Without `random` the convolutions hold nothing yet: for those whose weights come from a file.
+    """
 
     blocks: ClassVar[dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]]] = {
         18: (BasicBlock, (2, 2, 2, 2)),
@@ -107,7 +113,7 @@ class ResNet(nn.Module):
         50: (Bottleneck, (3, 4, 6, 3)),
     }
 
-    def __init__(self, depth: int, classes: int) -> None:
+    def __init__(self, depth: int, classes: int, random: bool = True) -> None:
         super().__init__()
         block, counts = self.blocks[depth]
 
@@ -115,7 +121,7 @@ class ResNet(nn.Module):
             outputs = width * block.expansion
             return nn.Sequential(block(inputs, width, stride), *(block(outputs, width, 1) for _ in range(count - 1)))
 
-        self.conv1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
+        self.conv1 = Convolution(3, 64, 7, 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.maxpool = nn.MaxPool2d(3, 2, padding=1)
         self.layer1 = layer(64, 64, 1, counts[0])
@@ -123,7 +129,7 @@ class ResNet(nn.Module):
         self.layer3 = layer(128 * block.expansion, 256, 2, counts[2])
         self.layer4 = layer(256 * block.expansion, 512, 2, counts[3])
         self.fc = nn.Linear(512 * block.expansion, classes)
-        for module in self.modules():
+        for module in self.modules() if random else ():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 

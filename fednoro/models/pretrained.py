@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,16 +23,13 @@ def load_pretrained(net: nn.Module, path: Path) -> None:
     tensors that the network does not have are left out, each with a warning.
     """
     own = net.state_dict()
-    given = {str(key).removeprefix("module."): value for key, value in _read(path).items() if isinstance(value, Tensor)}
+    given = _tensors(path, path.stat().st_mtime_ns if path.is_file() else 0)
     fits = {key: value for key, value in given.items() if key in own and _alike(value, own[key])}
     missing = [key for key in own if key not in fits and not key.endswith("num_batches_tracked")]
     unknown = [key for key in given if key not in own]
     trunk = [key for key in missing if not key.startswith(CLASSIFIER)]
     if trunk:
         raise UserError(f"model.weights: {path} {_mismatch(trunk, own, given, unknown)}")
-    for key, value in fits.items():
-        if not torch.isfinite(value).all():
-            raise UserError(f"model.weights: {path} has values in {key} that are not finite")
     if missing:
         fits = {key: value for key, value in fits.items() if not key.startswith(CLASSIFIER)}
         warnings.warn(f"{path.name} has no classifier for these classes: it starts fresh", FedNoRoWarning, stacklevel=2)
@@ -42,6 +40,16 @@ def load_pretrained(net: nn.Module, path: Path) -> None:
             stacklevel=2,
         )
     net.load_state_dict({**own, **fits})
+
+
+@functools.lru_cache(maxsize=1)  # a federation's annotators start from the same file
+def _tensors(path: Path, _changed: int) -> dict[str, Tensor]:
+    """A file's tensors, all of them finite."""
+    given = {str(key).removeprefix("module."): value for key, value in _read(path).items() if isinstance(value, Tensor)}
+    for key, value in given.items():
+        if not torch.isfinite(value).all():
+            raise UserError(f"model.weights: {path} has values in {key} that are not finite")
+    return given
 
 
 def _read(path: Path) -> dict[Any, Any]:

@@ -1,0 +1,26 @@
+"""Streams of a GPU; on other devices there are none, and nothing has to be waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def current(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def after(later: Any, earlier: Any) -> None:
+    """What is queued on `later` from now on waits for what is queued on `earlier` already."""
+    if later is not None and earlier is not None:
+        later.wait_stream(earlier)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
