@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 DEV_STAMP = $(VENV)/.installed-dev
 
-.PHONY: run test test-slow lint format bench bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture clean
+.PHONY: run test test-slow lint format docs notebooks bench bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture bench-audit bench-flower bench-privacy bench-plus clean
 
 run: $(STAMP)
 	$(BIN)/fednoro run $(ARGS)
@@ -15,7 +15,7 @@ test: $(DEV_STAMP)
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-slow: $(DEV_STAMP)
 	$(BIN)/pytest -m slow $(ARGS)
@@ -29,10 +29,18 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The site is in build/site; its pages open from the disk, and `mkdocs serve` has the search too.
+docs: $(DEV_STAMP)
+	$(BIN)/mkdocs build --strict
+
+# Runs the notebooks anew and keeps what they show.
+notebooks: $(DEV_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
+
 # Each takes a few minutes on two cores. ARGS are for one of them: make bench-engine ARGS="--network cnn --kd"
 bench: bench-digits bench-engine bench-scale bench-stages bench-mixture
 
-bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture: bench-%: $(DEV_STAMP)
+bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture bench-audit bench-flower bench-privacy bench-plus: bench-%: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.$* $(ARGS)
 
 clean:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fednoro.experiment import Run, load, resume, run
+    from fednoro.trained import load_model
 
-__all__ = ["Run", "load", "resume", "run"]
+__all__ = ["Run", "load", "load_model", "resume", "run"]
 _PIECES = (
     "aggregate", "data", "detect", "indicators", "losses", "methods", "metrics", "mixture", "models", "noise",
     "partition",
@@ -22,6 +23,8 @@ _PIECES = (
 
 def __getattr__(name: str) -> Any:
     # The pieces (losses, detect, aggregate, …) import without the configuration's dependencies.
+    if name == "load_model":
+        return importlib.import_module("fednoro.trained").load_model
     if name in __all__:
         from fednoro import experiment
 

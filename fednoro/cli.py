@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import shlex
 import sys
 import warnings
@@ -18,6 +19,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from fednoro import deliver
+from fednoro.audit import command as audit
+from fednoro.bench.command import bench
+from fednoro.flower import command as flower
+from fednoro.report import command as report
 from fednoro.types import FedNoRoWarning, UserError
 
 app = typer.Typer(
@@ -31,6 +37,10 @@ app = typer.Typer(
   fednoro run digits method=fedavg seed=0..4    another method, five seeds
 
   fednoro resume runs/digits-fednoro-seed0      carry on a run that was stopped
+
+  fednoro audit runs/digits-fednoro-seed0       which labels look wrong, site by site
+
+  fednoro bench table1 --quick                  the paper's comparison, small
 
   fednoro ls methods                            what can be chosen
 """,
@@ -122,8 +132,11 @@ def resume(
     from fednoro.display import Terminal
     from fednoro.runs import RunFolder
 
-    terminal = Terminal(Console(emoji=False), quiet)
     already = RunFolder(Path(folder).expanduser()).finished
+    if not already and (Path(folder).expanduser() / "flower.json").exists():
+        flower.carry_on(Path(folder), quiet)
+        return
+    terminal = Terminal(Console(emoji=False), quiet)
     try:
         done = experiment.resume(folder, watcher=terminal)
     finally:
@@ -270,12 +283,17 @@ def _default(item: dataclasses.Field[Any]) -> str:
 def _meaning(item: dataclasses.Field[Any]) -> str:
     from fednoro.options import allowed
 
-    choices = (
-        str(item.type).removeprefix("Literal[").removesuffix("]").replace('"', "")
-        if "Literal" in str(item.type)
-        else ""
-    )
+    listed = re.search(r"Literal\[(.*?)\]", str(item.type))
+    choices = re.sub("[\"']", "", listed[1]) if listed else ""
     return "; ".join(part for part in (item.metadata.get("help", ""), allowed(item), choices) if part)
+
+
+# In the order in which `fednoro --help` shows them.
+report.register(app)
+app.command(help=audit.HELP)(audit.audit)
+deliver.register(app)
+app.add_typer(bench, name="bench")
+app.add_typer(flower.app, name="flower")
 
 
 def main() -> None:

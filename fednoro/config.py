@@ -36,6 +36,7 @@ REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "method": METHODS,
 }
 SINGLE: dict[str, type[Options]] = {"split": Split, "train": Training}  # sections without a choice
+TRACKERS = ("tensorboard", "mlflow")
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,15 @@ class General(Options):
     precision: Literal["fp32", "tf32", "bf16"] = option("fp32", "arithmetic on CUDA: fp32, or the faster tf32 and bf16")
     compile: bool = option(False, "on CUDA, torch.compile the network: slow to start, faster after")
     checkpoint_every: int = option(5, "exchanges (rounds, mostly) between checkpoints", ge=1)
+    track: tuple[str, ...] = option((), f"trackers that are written into the run folder: {', '.join(TRACKERS)}")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.name is not None and (not self.name or self.name[0] == "." or set(self.name) & set("/\\")):
             raise UserError(f"name must be a plain folder name, got {self.name!r}")
+        for tracker in self.track:
+            if tracker not in TRACKERS:
+                raise UserError(f"unknown tracker {tracker!r} in track{_suggest(tracker, TRACKERS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +281,8 @@ def _build(tree: dict[str, Any]) -> Config:
         parts[section] = _validate(registry[name], chosen, section)
     for section, kind in SINGLE.items():
         parts[section] = _validate(kind, {} if tree.get(section) is None else tree[section], section)
+    if isinstance(tree.get("track"), str):
+        tree["track"] = [tree["track"]]  # the bare name will do here too
     general = _validate(General, {key: value for key, value in tree.items() if key not in parts}, "")
     return Config(**parts, **{item.name: getattr(general, item.name) for item in dataclasses.fields(General)})
 

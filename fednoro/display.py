@@ -136,7 +136,7 @@ class Terminal(Watcher):
             k = int(key)
             posterior = "not scored" if row["posterior"] is None else f"{row['posterior']:.3f}"
             verdict = "[red]noisy[/]" if row["noisy"] else "[green]clean[/]"
-            cells = [escape(self._federation.names[k]), str(sum(row["counts"])), posterior, verdict]
+            cells = [escape(self._federation.names[k]), str(len(self._federation.parts[k])), posterior, verdict]
             if truth is not None:
                 cells += [f"{self._federation.rates[k]:.0%}", "✓" if bool(truth[k]) == row["noisy"] else "[red]✗[/]"]
             table.add_row(*cells)
@@ -160,6 +160,9 @@ class Terminal(Watcher):
             found = run.detection
             exact = "exactly the noisy clients" if found["exact"] else "not exactly the noisy clients"
             self._say(f"flagged {exact}: recall {found['recall']:.0%}, precision {found['precision']:.0%}")
+        report = run.folder / "report.html"
+        if report.exists():
+            self._say(f"report: {escape(str(report))}")
         self._say(f"[dim]everything is in {escape(str(run.folder))}[/]")
 
     def close(self) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from torch import nn
 
 from fednoro.aggregate import average
 from fednoro.clients import Client
+from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, warnings_to
 from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.data.dataset import Dataset
 from fednoro.data.split import write_split
@@ -25,56 +25,17 @@ from fednoro.engine import EagerEngine, Hardware, choose_device, worthwhile_thre
 from fednoro.federation import Federation, assemble, fingerprint
 from fednoro.files import disk_errors, write_json, write_whole
 from fednoro.methods import Method
-from fednoro.metrics import best_last, confusion, detection
+from fednoro.metrics import confusion
 from fednoro.models import Packed, initialise
-from fednoro.rounds import Evaluation, Turn, play
-from fednoro.runs import RunFolder, Saver, environment, to_device
+from fednoro.report import write_report
+from fednoro.rounds import Evaluation
+from fednoro.runs import RunFolder, environment, to_device
+from fednoro.track import tracked
 from fednoro.types import Failure, FedNoRoWarning, FloatArray, IntArray, Reply, Site, State, Task, UserError, Weights
-from fednoro.verdicts import verdicts
+
+__all__ = ["Lab", "Run", "Watcher", "laboratory", "load", "resume", "run"]
 
 ANNOTATORS = 16  # networks that are held at once
-
-
-class Watcher:
-    """Told what happens during a run; this one passes warnings on and keeps quiet otherwise."""
-
-    def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
-        """The federation stands and training begins, or goes on from `state`."""
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        """Preparation has come this far."""
-
-    def warned(self, message: str) -> None:
-        """Something degenerate was met and handled."""
-        warnings.warn(message, FedNoRoWarning, stacklevel=2)
-
-    def turned(self, turn: Turn) -> None:
-        """An exchange was finished."""
-
-    def stopped(self, folder: Path) -> None:
-        """The run was interrupted and can be resumed."""
-
-    def finished(self, run: Run) -> None:
-        """All rounds are done."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run."""
-
-    folder: Path
-    config: Config
-    best: float
-    last: float
-    final: float
-    detection: dict[str, Any] | None  # verdicts per client; recall, precision and exact match where the truth is known
-    bacc: tuple[float, ...]  # per round
-    seconds: float
-    best_by_validation: float | None = None  # of the round that is best on the validation part, where there is one
-
-    @cached_property
-    def federation(self) -> Federation:
-        return Federation.load(self.folder / "split.npz")
 
 
 def run(
@@ -85,11 +46,11 @@ def run(
         config = resolve(config, overrides)
     elif overrides:
         raise UserError("overrides go with a preset, a file or a mapping, not with a finished Config")
-    hardware, watcher = _hardware(config), watcher or Watcher()
-    folder = RunFolder(_free_folder(config))
+    hardware, watcher = hardware_for(config), tracked(config, watcher or Watcher())
+    folder = RunFolder(free_folder(config))
     folder.create()
     try:
-        with _held(folder, watcher):
+        with held(folder, watcher):
             write_whole(folder.path / "config.yaml", dump(anchored(config)).encode())
             return _carry_on(folder, config, hardware, watcher)
     except Exception:
@@ -103,34 +64,25 @@ def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
     folder = RunFolder(Path(path).expanduser())
     if not (folder.path / "config.yaml").is_file():
         raise UserError(f"{folder.path} is not a run folder: it has no config.yaml")
+    if (folder.path / "flower.json").exists() and not folder.finished:
+        raise UserError(
+            f"{folder.path} was run on Flower: carry it on with `fednoro flower run --resume {folder.path}`"
+        )
     config = resolve(folder.path / "config.yaml")
-    hardware, watcher = _hardware(config), watcher or Watcher()
-    with _held(folder, watcher):
+    hardware, watcher = hardware_for(config), tracked(config, watcher or Watcher())
+    with held(folder, watcher):
         if folder.finished:
             return load(folder.path)
         return _carry_on(folder, config, hardware, watcher)
 
 
-def _hardware(config: Config) -> Hardware:
+def hardware_for(config: Config) -> Hardware:
+    """What the configuration asks for."""
     return Hardware(choose_device(config.device), config.engine, config.precision, config.compile)
 
 
-def load(path: str | Path) -> Run:
-    """A finished run from its folder."""
-    folder = Path(path).expanduser()
-    try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        facts = {key: result[key] for key in ("best", "last", "final", "detection", "seconds")}
-        bacc = tuple(result["bacc"])
-    except OSError as error:
-        raise UserError(f"{folder} holds no finished run: result.json: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / 'result.json'} is damaged: delete it and resume the run ({error})") from error
-    facts["best_by_validation"] = result.get("best_by_validation")
-    return Run(folder, resolve(folder / "config.yaml"), bacc=bacc, **facts)
-
-
-def _free_folder(config: Config) -> Path:
+def free_folder(config: Config) -> Path:
+    """Where a new run goes: as named, or else a name that is not taken."""
     out = Path(config.out).expanduser()
     if config.name is not None:
         return out / config.name
@@ -143,36 +95,31 @@ def _free_folder(config: Config) -> Path:
     return path
 
 
-@contextmanager
-def _held(folder: RunFolder, watcher: Watcher) -> Iterator[None]:
-    """Keeps other processes out of the folder, and says how to go on where the user stops the run."""
-    folder.lock()
-    try:
-        yield
-    except KeyboardInterrupt:
-        watcher.stopped(folder.path)
-        raise
-    finally:
-        folder.unlock()
-
-
 def _carry_on(folder: RunFolder, config: Config, hardware: Hardware, watcher: Watcher) -> Run:
-    if hardware.device.type == "cpu":
-        hardware = replace(hardware, lanes=torch.get_num_threads())  # before a small network is given one
-    with _warnings_to(watcher):
-        dataset = config.data.load(config.seed, watcher.progress)
-        lab = _Lab(config, dataset, hardware, watcher)
-        net = lab.network()  # before the annotators: a model that cannot be built fails at once
-    with worthwhile_threads(net, (config.train.batch, lab.inputs, *dataset.images.shape[1:3])):
+    with laboratory(config, watcher, hardware) as lab:
         if not (folder.path / "environment.json").exists():
             write_json(folder.path / "environment.json", environment(hardware.device))
-        return _train(folder, lab, Packed(net).weights(), watcher)
+        return _train(folder, lab, Packed(lab.initial).weights(), watcher)
 
 
-def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Run:
+@contextmanager
+def laboratory(config: Config, watcher: Watcher, hardware: Hardware | None = None) -> Iterator[Lab]:
+    """The data and an engine for it, for work that is no run: making a federation, scoring its clients."""
+    hardware = hardware or hardware_for(config)
+    if hardware.device.type == "cpu":
+        hardware = replace(hardware, lanes=torch.get_num_threads())  # before a small network is given one
+    with warnings_to(watcher):
+        dataset = config.data.load(config.seed, watcher.progress)
+        lab = Lab(config, dataset, hardware, watcher)
+        net = lab.initial  # before the annotators: a model that cannot be built fails at once
+    with worthwhile_threads(net, (config.train.batch, lab.inputs, *dataset.images.shape[1:3])):
+        yield lab
+
+
+def _train(folder: RunFolder, lab: Lab, start: Weights, watcher: Watcher) -> Run:
     config, dataset = lab.config, lab.dataset
-    with _warnings_to(watcher):
-        federation = _federation(folder, lab, watcher)
+    with warnings_to(watcher):
+        federation = federation_of(folder, lab)
         clients = {client.id: client for client in federation.clients()}
         engine = lab.engine
         engine.serve(clients.values())
@@ -183,6 +130,22 @@ def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Ru
             state = State(start, 0, config.train.rounds, len(dataset.classes), config.seed)
     state = to_device(state, engine.device)
 
+    evaluate = tester(engine, dataset, federation.test, federation.validation)
+    watcher.started(config, folder.path, federation, state, engine.describe())
+    state = drive(folder, config, state, engine.exchange, sorted(clients), evaluate, watcher, clients)
+    image = tuple(dataset.images.shape[1:])
+    setting = Setting(federation.classes, len(clients), federation.noisy, federation.leakage, image)
+    result = finish(folder, config, setting, state, engine.net)
+    write_report(folder.path, watcher.warned)
+    watcher.finished(result)
+    return result
+
+
+def tester(
+    engine: EagerEngine, dataset: Dataset, test: IntArray, validation: IntArray
+) -> Callable[[Weights], Evaluation]:
+    """Evaluates models on the test part and, where there is one, the validation part of `dataset`."""
+
     def measure(weights: Weights, part: IntArray) -> Evaluation:
         truth = torch.from_numpy(dataset.labels[part])
         logits = engine.logits(weights, part).float().cpu()
@@ -190,39 +153,15 @@ def _train(folder: RunFolder, lab: _Lab, start: Weights, watcher: Watcher) -> Ru
         return Evaluation(counts, float(F.cross_entropy(logits, truth)))
 
     def evaluate(weights: Weights) -> Evaluation:
-        tested = measure(weights, federation.test)
-        if not len(federation.validation):
+        tested = measure(weights, test)
+        if not len(validation):
             return tested
-        return replace(tested, validation_bacc=measure(weights, federation.validation).bacc)
+        return replace(tested, validation_bacc=measure(weights, validation).bacc)
 
-    watcher.started(config, folder.path, federation, state, engine.describe())
-    options = config.train
-    unsaved, reached, saver = 0, folder.snapshot(state, clients), Saver(folder)
-    try:
-        for turn in play(
-            config.method, state, engine.exchange, sorted(clients), evaluate, options.participation, options.failures
-        ):
-            folder.record(turn)
-            state = turn.state
-            reached = folder.snapshot(state, clients)
-            watcher.turned(turn)
-            for message in turn.warnings:
-                watcher.warned(message)
-            unsaved += 1  # exchanges: a method may have many before its first round ends
-            if unsaved >= config.checkpoint_every or turn.task == "score" or state.round == state.rounds:
-                saver.write(reached)
-                unsaved = 0
-        saver.wait()
-    except KeyboardInterrupt:
-        saver.write(reached)  # not what the logs and the clients' memories are now: that may be half a round
-        saver.wait()
-        raise
-    result = _finish(folder, config, federation, state, engine.net)
-    watcher.finished(result)
-    return result
+    return evaluate
 
 
-class _Lab:
+class Lab:
     """What training needs before there are clients: the network, the data and the hardware."""
 
     def __init__(self, config: Config, dataset: Dataset, hardware: Hardware, watcher: Watcher) -> None:
@@ -234,12 +173,24 @@ class _Lab:
         return initialise(model, self.inputs, classes, self.config.seed, purpose, *keys)
 
     @cached_property
+    def initial(self) -> nn.Module:
+        return self.network()
+
+    @cached_property
     def engine(self) -> EagerEngine:
         return self._engine_on(self.hardware)
 
     def _engine_on(self, hardware: Hardware) -> EagerEngine:
         config = self.config
         return hardware.engine(self.network, self.dataset, self.inputs, config.train, config.seed)
+
+    def federate(self, folder: Path) -> Federation:
+        """Makes the federation that the configuration describes: split.npz and split.csv in `folder`."""
+        config = self.config
+        federation = assemble(self.dataset, config.split, config.partition, config.noise, config.seed, self.annotate)
+        write_split(folder / "split.csv", self.dataset, federation.split)
+        federation.save(folder / "split.npz")
+        return federation
 
     def annotate(self, parts: Mapping[int, IntArray]) -> dict[int, FloatArray]:
         """Algorithm 1, lines 3 to 5: for each client a network of its own, trained on its clean labels."""
@@ -290,64 +241,12 @@ def _recalibrated(start: Weights, engine: EagerEngine, watcher: Watcher) -> Weig
     return average(estimates())
 
 
-def _federation(folder: RunFolder, lab: _Lab, watcher: Watcher) -> Federation:
-    path, config = folder.path / "split.npz", lab.config
-    if path.exists():
-        federation = Federation.load(path)
-        if federation.fingerprint != fingerprint(lab.dataset):
-            raise UserError(f"the data has changed since {folder.path} began: it cannot be resumed")
-        return federation
-    federation = assemble(lab.dataset, config.split, config.partition, config.noise, config.seed, lab.annotate)
-    write_split(folder.path / "split.csv", lab.dataset, federation.split)
-    federation.save(path)
+def federation_of(folder: RunFolder, lab: Lab) -> Federation:
+    """The run's federation, made on the first call."""
+    path = folder.path / "split.npz"
+    if not path.exists():
+        return lab.federate(folder.path)
+    federation = Federation.load(path)
+    if federation.fingerprint != fingerprint(lab.dataset):
+        raise UserError(f"the data has changed since {folder.path} began: it cannot be resumed")
     return federation
-
-
-def _finish(folder: RunFolder, config: Config, federation: Federation, state: State, packed: Packed) -> Run:
-    from safetensors.torch import save
-
-    records = folder.rounds()
-    bacc = [record["bacc"] for record in records]
-    best, last, final = best_last(bacc)
-    judged = state.memo.get("detection")
-    verdict = None
-    if judged is not None:
-        known = verdicts(state)
-        flagged = [known.get(k, True) for k in range(len(federation.parts))]  # as they were trained
-        verdict = {**judged, "flagged": [k for k, noisy in enumerate(flagged) if noisy]}
-        if federation.noisy is not None:
-            recall, precision, exact = detection(flagged, federation.noisy)
-            truth = [int(k) for k in federation.noisy.nonzero()[0]]
-            verdict |= {"noisy": truth, "recall": recall, "precision": precision, "exact": exact}
-        write_json(folder.path / "detection.json", verdict)
-    # One entry: safetensors writes several in any order, and equal runs would end in different files.
-    metadata = {"fednoro": json.dumps({"model": section_name(config, "model"), "classes": federation.classes})}
-    write_whole(folder.path / "model.safetensors", save(packed.state_dict(state.model), metadata))
-    result = {
-        "best": best,
-        "last": last,
-        "final": final,
-        "best_round": 1 + bacc.index(best),
-        "rounds": len(bacc),
-        "seconds": round(sum(record["seconds"] for record in records), 3),
-        "bacc": bacc,
-        "detection": verdict,
-        "leakage": federation.leakage,
-    }
-    if len(federation.validation):
-        chosen = max(records, key=lambda record: record["validation_bacc"])  # the first of equals
-        result |= {"best_by_validation": chosen["bacc"], "best_round_by_validation": chosen["round"]}
-    write_json(folder.path / "result.json", result)
-    return load(folder.path)
-
-
-@contextmanager
-def _warnings_to(watcher: Watcher) -> Iterator[None]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for warning in caught:
-        if issubclass(warning.category, FedNoRoWarning):
-            watcher.warned(str(warning.message))
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,10 @@ def _observations(path: str | Path) -> list[tuple[int, str, str]]:
             raise UserError(f"{path}, line 1: no column {' and '.join(missing)}; make the header id,label, got {got!r}")
         done = reader.line_num
         for cells in reader:
-            row = dict(zip(header, map(str.strip, cells), strict=False))
+            # Files for spreadsheets have an apostrophe before a cell that would be taken for a formula.
+            row = dict(
+                zip(header, (re.sub(r"^'(?='*[=+\-@＝＋－＠])", "", cell.strip()) for cell in cells), strict=False)
+            )
             if cells:
                 rows.append((reader.line_num, row.get("id", ""), row.get("label", "")))
             done = reader.line_num

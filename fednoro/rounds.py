@@ -72,16 +72,17 @@ def play(
     method: Method,
     state: State,
     exchange: Exchange,
-    clients: Sequence[int],
+    clients: Sequence[int] | Callable[[], Sequence[int]],
     evaluate: Callable[[Weights], Evaluation],
     participation: float = 1.0,
     failures: float = 0.0,
 ) -> Iterator[Turn]:
-    """Plays the remaining rounds from `state`."""
+    """Plays the remaining rounds from `state`; `clients` may be asked for before every exchange, as some join late."""
     raised: dict[int, Exception] = {}  # since anybody last answered
     while state.round < state.rounds:
+        known = tuple(clients() if callable(clients) else clients)
         began = time.perf_counter()
-        tasks = method.plan(state, Clients(tuple(clients), draw(clients, participation, state)))
+        tasks = method.plan(state, Clients(known, draw(known, participation, state)))
         if not tasks:
             raise RuntimeError(f"{type(method).__name__}.plan asked nobody in round {state.round + 1}")
         name = next(iter(tasks.values())).name
@@ -89,7 +90,7 @@ def play(
         ledger = [Answer(k, "dropped", reason="simulated failure") for k in tasks if k not in present]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            stream = _screened(exchange(method, present), ledger)
+            stream = _screened(exchange(method, present), Screen(present, state.classes), ledger)
             after = method.fold(state, Replies(name, tuple(tasks), stream))
             for _ in stream:
                 pass  # a fold that stopped early must not leave work undone
@@ -97,7 +98,7 @@ def play(
             if not issubclass(w.category, FedNoRoWarning):
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
         raised = {} if any(answer.status == "ok" for answer in ledger) else raised | _errors(ledger)
-        if raised.keys() >= set(clients):
+        if raised.keys() >= set(known):
             # Some failing clients are the federation's ordinary life; all of them, and no answer between, are a defect.
             raise next(iter(raised.values()))
         evaluation = evaluate(after.model) if after.round > state.round else None
@@ -121,10 +122,57 @@ class _Unanswered(Answer):
     error: Exception | None = None
 
 
-def _screened(stream: Iterator[Reply | Failure], ledger: list[Answer]) -> Iterator[Reply]:
+class Screen:
+    """Tells which of the replies to one exchange can be folded: a site may be broken, outdated or hostile."""
+
+    def __init__(self, tasks: Mapping[int, Task], classes: int) -> None:
+        self.tasks, self.classes = tasks, classes
+        self._answered: set[int] = set()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def fault(self, reply: Reply) -> str | None:
+        """What is wrong with a reply, in words that follow the client's name; None where nothing is."""
+        task = self.tasks.get(reply.client)
+        if task is None:
+            return "answered without having been asked"
+        if reply.client in self._answered:
+            return "answered twice"
+        if reply.answers not in (None, (task.name, task.round)):
+            name, number = reply.answers or ("", 0)
+            return f"answered {name} of round {number + 1}, asked was {task.name} of round {task.round + 1}"
+        if not reply.size > 0:
+            return f"says that it has {reply.size} images"
+        found = self._unlike(reply)
+        if found is None and reply.weights is not None:
+            found = _unlike(reply.weights, task.weights)
+        if found is None:
+            self._answered.add(reply.client)
+            self._shapes |= {name: np.shape(array) for name, array in reply.arrays.items()}
+        return found
+
+    def _unlike(self, reply: Reply) -> str | None:
+        """Arrays are by class, and of the same shape at all clients."""
+        for name, array in reply.arrays.items():
+            shape = np.shape(array)
+            expected = self._shapes.get(name, (self.classes, *shape[1:]))
+            if shape != expected:
+                return f"sent {name} of shape {shape}, expected was {expected}"
+        return None
+
+
+def _unlike(weights: Weights, sent: Weights) -> str | None:
+    values, counters = weights.values, weights.counters
+    if values.shape != sent.values.shape or values.dtype != sent.values.dtype:
+        return f"sent a model of {len(values)} values ({values.dtype}), expected were {len(sent.values)}"
+    if counters.shape != sent.counters.shape or bool((counters < 0).any()):
+        return "sent a model with other counters than it received"
+    return None if _finite(weights) else "sent weights that are not finite"
+
+
+def _screened(stream: Iterator[Reply | Failure], screen: Screen, ledger: list[Answer]) -> Iterator[Reply]:
     for item in stream:
-        if isinstance(item, Reply) and item.weights is not None and not _finite(item.weights):
-            item = Failure(item.client, "sent weights that are not finite")
+        if isinstance(item, Reply) and (fault := screen.fault(item)) is not None:
+            item = Failure(item.client, fault)
         if isinstance(item, Failure):
             warnings.warn(f"client {item.client} is left out: {item.reason}", FedNoRoWarning, stacklevel=2)
             ledger.append(_Unanswered(item.client, "failed", reason=item.reason, error=item.error))

@@ -36,7 +36,7 @@ from fednoro.types import State, UserError, Weights
 
 CLIENT_COLUMNS = (
     "round", "task", "client", "status", "size", "loss", "weight", "distance", "lam",
-    "sce", "confidence", "lid", "mu", "relabelled", "reason",
+    "sce", "confidence", "lid", "mu", "relabelled", "left", "left_replica", "reason",
 )  # fmt: skip
 LOGS = ("rounds.jsonl", "clients.csv")
 KEPT_CHECKPOINTS = 2
@@ -158,6 +158,8 @@ class RunFolder:
         """Writes a checkpoint, then drops older ones."""
         state = snapshot.state
         tensors = {"values": state.model.values, "counters": state.model.counters}
+        for name, model in state.kept.items():
+            tensors |= {f"kept.{name}.values": model.values, f"kept.{name}.counters": model.counters}
         for k, memory in snapshot.memories.items():
             tensors.update({f"memory.{k}.{name}": value for name, value in memory.items()})
         # Copies, because safetensors refuses tensors that share storage.
@@ -241,7 +243,13 @@ def load_checkpoint(path: Path) -> Snapshot:
         if facts.pop("checksum") != _checksum(facts, tensors):
             raise ValueError("its checksum does not match")
         logs, segments = facts.pop("logs"), tuple(facts.pop("segments"))
-        state = State(Weights(tensors.pop("values"), tensors.pop("counters"), segments), **facts)
+        model = Weights(tensors.pop("values"), tensors.pop("counters"), segments)
+        names = [name.split(".")[1] for name in tensors if name.startswith("kept.") and name.endswith(".values")]
+        kept = {
+            name: Weights(tensors.pop(f"kept.{name}.values"), tensors.pop(f"kept.{name}.counters"), segments)
+            for name in names
+        }
+        state = State(model, kept=kept, **facts)
     except Exception as error:  # each kind of damage raises another type
         why = f"it has no {error}" if isinstance(error, KeyError) else (str(error).splitlines() or ["unreadable"])[0]
         raise UserError(f"checkpoint {path} is corrupt ({why}): delete it to resume from the one before") from error
@@ -253,8 +261,12 @@ def load_checkpoint(path: Path) -> Snapshot:
 
 
 def to_device(state: State, device: torch.device) -> State:
-    """The same state with its model on `device`."""
-    return replace(state, model=replace(state.model, values=state.model.values.to(device)))
+    """The same state with its models on `device`."""
+
+    def moved(model: Weights) -> Weights:
+        return replace(model, values=model.values.to(device))
+
+    return replace(state, model=moved(state.model), kept={name: moved(model) for name, model in state.kept.items()})
 
 
 def round_record(turn: Turn) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Reply:
     weights: Weights | None = None
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
     arrays: Mapping[str, FloatArray] = field(default_factory=dict)
+    answers: tuple[str, int] | None = None  # name and round of its task, where it came by way of a network
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class State:
     stage: str = "training"
     memo: Mapping[str, Any] = field(default_factory=dict)  # JSON values only
     notes: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # per client, from the last fold
+    kept: Mapping[str, Weights] = field(default_factory=dict)  # earlier models that the method goes back to
 
 
 @dataclass

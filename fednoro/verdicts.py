@@ -1,7 +1,8 @@
 """Verdicts about clients, as they are kept in a state's memo and written to detection.json.
 
 A client that has not been scored (it was absent, it failed, it sent NaN) counts as noisy until it is. It is
-asked again whenever it is drawn, and judged by the mixture already fitted.
+asked again whenever it is drawn, and judged by the mixture already fitted, with the model that this mixture was
+fitted to: the losses of a later one are on another scale.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from fednoro.detect import NoisyClientDetector
-from fednoro.types import Clients, FedNoRoWarning, Reply, State
+from fednoro.types import Clients, FedNoRoWarning, Reply, State, Weights
+
+SCORED = "scored"  # among a state's kept models
 
 
 def unscored(state: State, clients: Clients) -> list[int]:
@@ -26,6 +29,11 @@ def unscored(state: State, clients: Clients) -> list[int]:
     return [k for k in asked if k not in known]
 
 
+def scoring_model(state: State) -> Weights:
+    """What clients are scored with: the model as it was when the first of them were."""
+    return state.kept.get(SCORED, state.model)
+
+
 def verdicts(state: State) -> dict[int, bool]:
     """Who is noisy, as far as it is known."""
     return {int(k): bool(row["noisy"]) for k, row in _judged(state).items()}
@@ -34,6 +42,7 @@ def verdicts(state: State) -> dict[int, bool]:
 def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) -> State:
     """Fits `detector` to the clients' class losses, or uses the one fitted before; records what it says."""
     memo = {**state.memo, "asked_in": state.round}
+    scores = _well_formed(scores, state.classes)
     if not scores:
         message = f"round {state.round + 1}: no client could be scored, those not known are treated as noisy"
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
@@ -63,7 +72,21 @@ def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) 
         for (k, row), flag, p in zip(rows.items(), noisy, posterior, strict=True)
     }
     memo["detection"] = {"reason": reason, "clients": {**_judged(state), **judged}}
-    return replace(state, memo=memo, stage="detection", notes={})
+    kept = {**state.kept, SCORED: scoring_model(state)}
+    return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+
+
+def _well_formed(scores: Sequence[Reply], classes: int) -> list[Reply]:
+    """Scores that have a loss and a count for each class; who sent others is asked again."""
+    kept = []
+    for reply in scores:
+        shapes = [np.shape(reply.arrays.get(name, ())) for name in ("losses", "counts")]
+        if shapes == [(classes,)] * 2 and not np.isnan(reply.arrays["counts"]).any():
+            kept.append(reply)
+        else:
+            message = f"client {reply.client} sent no loss and count for each of {classes} classes: it is not scored"
+            warnings.warn(message, FedNoRoWarning, stacklevel=3)
+    return kept
 
 
 def _judged(state: State) -> Mapping[str, Any]:

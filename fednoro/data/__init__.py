@@ -13,6 +13,7 @@ from fednoro.data.ich import Ich
 from fednoro.data.isic2019 import Isic2019
 from fednoro.data.medmnist import Medmnist
 from fednoro.data.prepared import PreparedFolder
+from fednoro.data.sites import AtSites
 from fednoro.data.synthetic import Synthetic
 
 
@@ -31,6 +32,7 @@ SOURCES: dict[str, type[Source]] = {
     "synthetic": Synthetic,
     "folder": Folder,
     "prepared": PreparedFolder,
+    "sites": AtSites,
     "isic2019": Isic2019,
     "ham10000": Ham10000,
     "ich": Ich,

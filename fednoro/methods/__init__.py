@@ -7,6 +7,7 @@ from fednoro.methods.fedcorr import FedCorr, FedCorrLA
 from fednoro.methods.fedla import FedLA
 from fednoro.methods.fedlsr import FedLSR
 from fednoro.methods.fednoro import FedNoRo
+from fednoro.methods.fednoro_plus import FedNoRoPlus
 from fednoro.methods.fedprox import FedProx
 from fednoro.methods.rhfl import RHFL
 from fednoro.methods.rofl import RoFL
@@ -15,6 +16,7 @@ METHODS: dict[str, type[Method]] = {
     "fedavg": Method,
     "fedla": FedLA,
     "fednoro": FedNoRo,
+    "fednoro-plus": FedNoRoPlus,
     "fedprox": FedProx,
     "rhfl": RHFL,
     "fedlsr": FedLSR,
@@ -23,4 +25,6 @@ METHODS: dict[str, type[Method]] = {
     "fedcorr-la": FedCorrLA,
 }
 
-__all__ = ["METHODS", "RHFL", "FedCorr", "FedCorrLA", "FedLA", "FedLSR", "FedNoRo", "FedProx", "Method", "RoFL"]
+__all__ = [
+    "METHODS", "RHFL", "FedCorr", "FedCorrLA", "FedLA", "FedLSR", "FedNoRo", "FedNoRoPlus", "FedProx", "Method", "RoFL",
+]  # fmt: skip

@@ -16,54 +16,85 @@ Stage 2, rounds T1+1..T: clean clients as before. Noisy ones learn from the rece
 and the server weighs each model by its distance to the nearest clean one:
 
     d(k) = min_{j ∈ S_c} ‖w_k − w_j‖₂,   D(k) = d(k) / max_j d(j),   w_g = Σ_k N_k e^{−D(k)} w_k / Σ_j N_j e^{−D(j)}
+
+With `detector: calibrated` clients are judged by the share of their labels that their own models explain instead
+(`fednoro.explained`), which may flag nobody or everybody; stage 2 is the same.
+
+The paper's ablation takes pieces of stage 2 away: `noisy_clients` says whether flagged clients distil, train as clean
+ones do, or are left out (unless nobody else was drawn), `aggregation` whether distances count or sizes alone.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fednoro.aggregate import average, distance_weights, nearest_clean
-from fednoro.detect import NoisyClientDetector
+from fednoro.detect import Behaviour, NoisyClientDetector
+from fednoro.explained import WATCH, record, score, watch, watching
 from fednoro.losses import distill, gaussian_ramp, log_prior, logit_adjusted_ce, per_class_losses
 from fednoro.methods.fedavg import Method, advance, nobody_answered
 from fednoro.options import option
-from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, Site, State, Step, Task, UserError
-from fednoro.verdicts import judge, unscored, verdicts
+from fednoro.privacy import NOISE_SEED, noise_generator, noisy_class_losses, withhold
+from fednoro.types import Clients, FedNoRoWarning, FloatArray, Replies, Reply, Site, State, Step, Task, UserError
+from fednoro.verdicts import judge, scoring_model, unscored, verdicts
 
 
 @dataclass(frozen=True)
 class FedNoRo(Method):
     """Finds noisy clients by per-class losses, distils on them, aggregates by distance to clean models."""
 
+    imports: ClassVar[tuple[str, ...]] = ("sklearn.mixture",)
+
     warmup: int = option(10, "rounds before the clients are judged (T1)", ge=1)
     lam_max: float = option(0.8, "largest weight of distillation against the given labels", ge=0, le=1)
     ramp_end: int | None = option(None, "rounds after which that weight is reached; default: 39/90 of stage 2", ge=1)
     temperature: float = option(0.8, "temperature of the teacher", gt=0)
     behaviour: Literal["paper", "reference"] = option("paper", "as the paper says, or as its published code does")
+    detector: Literal["paper", "reference", "calibrated"] | None = option(
+        None, "how clients are judged: by a mixture over class losses, or by what they explain; default: as `behaviour`"
+    )
     covariance: Literal["full", "tied", "diag", "spherical"] = option("full", "shape of the mixture's components")
     adjust: Literal["student", "none", "both"] = option("student", "where log π_k enters the distillation term")
+    noisy_clients: Literal["distil", "train", "leave_out"] = option("distil", "what flagged clients do in stage 2")
+    aggregation: Literal["distance", "size"] = option("distance", "what models are weighted by in stage 2")
+    score_min_count: int = option(0, "clients send no loss of classes with fewer images", ge=0)
+    score_epsilon: float | None = option(None, "noise on the class losses: ε of one scoring; default: no noise", gt=0)
 
     def check(self, rounds: int) -> None:
         if self.warmup >= rounds:
             raise UserError(f"method.warmup must be below train.rounds ({rounds}), got {self.warmup}: set either")
         if self.ramp_end is not None and self.ramp_end < self.warmup:
             raise UserError(f"method.ramp_end must be at least method.warmup ({self.warmup}), got {self.ramp_end}")
+        self._refuse_to_blur()
+
+    def _refuse_to_blur(self) -> None:
+        if self.detector == "calibrated" and (self.score_min_count or self.score_epsilon is not None):
+            raise UserError(
+                "method.detector=calibrated sends no class losses that score_min_count or score_epsilon could protect: "
+                "set method.detector=paper, or leave these two out"
+            )
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
+        calibrated = self.detector == "calibrated"
         if state.round < self.warmup:
-            return {k: Task("train", state.round, state.model) for k in clients.drawn}
+            watched = watching(state, self.warmup) if calibrated else {}
+            return {k: Task("train", state.round, state.model, watched) for k in clients.drawn}
         if unknown := unscored(state, clients):
-            return {k: Task("score", state.round, state.model) for k in unknown}
-        noisy, lam = verdicts(state), self.lam(state)
-        return {
-            k: Task("train", state.round, state.model, {"lam": lam} if noisy.get(k, True) else {})
-            for k in clients.drawn
-        }
+            seed = WATCH if calibrated else NOISE_SEED
+            settings = {seed: state.seed} if calibrated or self.score_epsilon is not None else {}
+            return {k: Task("score", state.round, scoring_model(state), settings) for k in unknown}
+        noisy, lam, chosen = verdicts(state), self.lam(state), clients.drawn
+        if self.noisy_clients == "leave_out":
+            chosen = tuple(k for k in chosen if not noisy.get(k, True)) or chosen
+        distilled = {k for k in chosen if noisy.get(k, True)} if self.noisy_clients == "distil" else set()
+        return {k: Task("train", state.round, state.model, {"lam": lam} if k in distilled else {}) for k in chosen}
 
     def lam(self, state: State) -> float:
         """The weight of distillation in the coming round."""
@@ -87,38 +118,56 @@ class FedNoRo(Method):
 
     def work(self, task: Task, site: Site) -> Reply:
         if task.name != "score":
-            return super().work(task, site)
-        logits = site.logits(task, task.weights, augment=self.behaviour == "reference")
-        losses, counts = per_class_losses(logits, site.labels, site.classes)
-        return Reply(site.client, site.size, arrays={"losses": losses.cpu().numpy(), "counts": counts.cpu().numpy()})
+            reply = super().work(task, site)
+            if WATCH in task.settings:
+                watch(task, site, reply.weights)
+            return reply
+        if self.detector == "calibrated":
+            self._refuse_to_blur()  # a site may have asked for it
+            return score(task, site)
+        logits = site.logits(task, task.weights, augment=(self.detector or self.behaviour) == "reference")
+        losses, counts = self._scores(logits, task, site)
+        return Reply(site.client, site.size, arrays={"losses": losses, "counts": counts})
+
+    def _scores(self, logits: Tensor, task: Task, site: Site) -> tuple[FloatArray, FloatArray]:
+        if self.score_epsilon is None:
+            losses, counts = per_class_losses(logits, site.labels, site.classes)
+            return withhold(losses.cpu().numpy(), counts.cpu().numpy(), self.score_min_count)
+        samples = F.cross_entropy(logits.double(), site.labels, reduction="none").cpu().numpy()
+        rng, labels = noise_generator(task, site.client), site.labels.cpu().numpy()
+        return noisy_class_losses(samples, labels, site.classes, self.score_epsilon, rng, self.score_min_count)
 
     def fold(self, state: State, replies: Replies) -> State:
         if replies.task == "score":
-            detector = NoisyClientDetector(self.behaviour, self.covariance, seed=state.seed)
+            if self.detector == "calibrated":
+                return record(state, list(replies))
+            detector = NoisyClientDetector(self.detector or self.behaviour, self.covariance, seed=state.seed)
             return judge(state, list(replies), detector)
         if state.round < self.warmup:
             return replace(super().fold(state, replies), stage="warm-up")
-        noisy = verdicts(state)
+        noisy, lam = verdicts(state), self.lam(state)
         # Among clean clients every distance is 0: FedAvg, to the bit, without holding all models.
-        fold = self._aggregate if any(noisy.get(k, True) for k in replies.asked) else super().fold
-        return replace(fold(state, replies), stage="noise-robust training")
+        distant = self.aggregation == "distance" and any(noisy.get(k, True) for k in replies.asked)
+        after = by_distance(state, replies, noisy, self.behaviour) if distant else super().fold(state, replies)
+        distils = self.noisy_clients == "distil"
+        notes = {k: {**note, "lam": lam} if distils and noisy.get(k, True) else note for k, note in after.notes.items()}
+        return replace(after, notes=notes, stage="noise-robust training")
 
-    def _aggregate(self, state: State, replies: Replies) -> State:
-        kept = [reply for reply in replies if reply.weights is not None]
-        models = [reply.weights for reply in kept if reply.weights is not None]
-        if not models:
-            return nobody_answered(state)
-        noisy, sizes = verdicts(state), [reply.size for reply in kept]
-        flags = [noisy.get(reply.client, True) for reply in kept]
-        if all(flags):
-            warnings.warn("no clean client took part: models are weighted by size", FedNoRoWarning, stacklevel=2)
-            distances = torch.zeros(len(kept), dtype=torch.float64)
-        else:
-            vectors = [model.values for model in models]
-            distances = nearest_clean(vectors, flags, self.behaviour, models[0].segments)
-        shares = distance_weights(distances, sizes)
-        lam, notes = self.lam(state), {}
-        for i, reply in enumerate(kept):
-            note = {"weight": float(shares[i]), "distance": float(distances[i])}
-            notes[reply.client] = {**note, "lam": lam} if flags[i] else note
-        return advance(state, average(zip(models, shares.tolist(), strict=True)), notes)
+
+def by_distance(state: State, replies: Replies, noisy: Mapping[int, bool], behaviour: Behaviour = "paper") -> State:
+    """The state one round on, its model the average of the clients' weighted by N_k e^{−D(k)}."""
+    kept = [reply for reply in replies if reply.weights is not None]
+    models = [reply.weights for reply in kept if reply.weights is not None]
+    if not models:
+        return nobody_answered(state)
+    flags = [noisy.get(reply.client, True) for reply in kept]
+    if all(flags):
+        warnings.warn("no clean client took part: models are weighted by size", FedNoRoWarning, stacklevel=2)
+        distances = torch.zeros(len(kept), dtype=torch.float64)
+    else:
+        distances = nearest_clean([model.values for model in models], flags, behaviour, models[0].segments)
+    shares = distance_weights(distances, [reply.size for reply in kept])
+    notes = {
+        reply.client: {"weight": float(shares[i]), "distance": float(distances[i])} for i, reply in enumerate(kept)
+    }
+    return advance(state, average(zip(models, shares.tolist(), strict=True)), notes)

@@ -1,0 +1,1 @@
+"""What each site's labels look like, told to the site itself: federated confident learning, pages and letters."""

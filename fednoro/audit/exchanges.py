@@ -1,0 +1,221 @@
+"""The audit as exchanges: train, predict, sums, joint.
+
+    train   FedLA for a few rounds; in cross-fitting once per fold, each time anew and without the fold's labels
+    predict each site keeps the model's probabilities, in cross-fitting for the fold's images; it sends its size
+    sums    each site sends Σ p_j and the count of each class; the coordinator answers with thresholds t_j
+    joint   each site sends its C×C counts
+
+The probabilities stay in the site's memory, where its letter is made from them. `scores` says why the model has not
+memorised the labels that it judges: `early` stops before it could, `cross_fit` never shows it those labels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fednoro.audit.counting import site_counts, site_joint, thresholds
+from fednoro.methods.fedavg import advance
+from fednoro.methods.fedla import FedLA
+from fednoro.options import option
+from fednoro.seeds import generator
+from fednoro.types import (
+    Clients,
+    FedNoRoWarning,
+    FloatArray,
+    IntArray,
+    Replies,
+    Reply,
+    Site,
+    State,
+    Step,
+    Task,
+    UserError,
+)
+
+Scores = Literal["early", "cross_fit"]
+PROBABILITIES, LEVELS = "audit.probabilities", "audit.thresholds"  # what a site keeps in its memory
+
+
+@dataclass(frozen=True)
+class Audit(FedLA):
+    """Federated confident learning; its state's memo ends with each site's sums, counts and joint."""
+
+    scores: Literal["early", "cross_fit"] = option(
+        "early", "early: a model after few rounds; cross_fit: models that never saw the label"
+    )
+    warmup: int = option(10, "rounds that a model is trained before it scores", ge=1)
+    folds: int = option(5, "parts of each site's images in cross-fitting", ge=2)
+
+    @property
+    def models(self) -> int:
+        """How many models are trained."""
+        return self.folds if self.scores == "cross_fit" else 1
+
+    @property
+    def rounds(self) -> int:
+        """Rounds in all; the last one has no training and ends with the joint."""
+        return self.models * self.warmup + 1
+
+    def explain(self) -> str:
+        """Where the probabilities come from, and why they can be trusted with labels that the models learn from."""
+        rounds = "one round" if self.warmup == 1 else f"{self.warmup} rounds"
+        if self.scores == "early":
+            return (
+                f"The labels were judged by the common model after {rounds} of training. A model learns "
+                "what most images of a class have in common before it learns single wrong labels by heart, so it was "
+                "stopped early."
+            )
+        return (
+            f"The labels were judged by {self.folds} models, each trained for {rounds} without the labels "
+            f"of one in {self.folds} of every site's images, and asked about those alone. No model has seen a label "
+            "that it judges."
+        )
+
+    # Coordinator
+
+    def plan(self, state: State, clients: Clients) -> dict[int, Task]:
+        scored = state.memo.get("scored", 0)
+        if scored < state.round // self.warmup:
+            settings = self._settings(state, scored)
+            return {k: Task("predict", state.round, state.model, settings) for k in clients.present}
+        if state.round < self.models * self.warmup:
+            anew = state.round % self.warmup == 0
+            model = state.kept.get("start", state.model) if anew else state.model
+            settings = self._settings(state, state.round // self.warmup)
+            return {k: Task("train", state.round, model, settings) for k in clients.drawn}
+        if "thresholds" not in state.memo:
+            return {k: Task("sums", state.round, state.model) for k in clients.present}
+        level = np.array(state.memo["thresholds"])
+        asked = [k for k in clients.present if str(k) in state.memo["sums"]]
+        return {k: Task("joint", state.round, state.model, arrays={"thresholds": level}) for k in asked}
+
+    def _settings(self, state: State, fold: int) -> dict[str, float | int | bool | str]:
+        return {"fold": fold, "folds": self.folds, "seed": state.seed} if self.scores == "cross_fit" else {}
+
+    def fold(self, state: State, replies: Replies) -> State:
+        if replies.task == "train":
+            kept = {"start": state.kept.get("start", state.model)}  # where the model of every fold begins
+            return replace(super().fold(state, replies), stage="training to audit", kept=kept)
+        if replies.task == "predict":
+            for _ in replies:
+                pass  # nothing comes back
+            return replace(state, memo={**state.memo, "scored": state.memo.get("scored", 0) + 1}, notes={})
+        if replies.task == "sums":
+            known = dict(filter(None, (_usable_sums(reply, state.classes) for reply in replies)))
+            if not known:
+                raise UserError("the audit ends here: no site sent its sums, so there are no thresholds")
+            level = thresholds([row["sums"] for row in known.values()], [row["counts"] for row in known.values()])
+            return replace(state, memo={**state.memo, "sums": known, "thresholds": level.tolist()}, notes={})
+        known = state.memo["sums"]
+        joints = dict(filter(None, (_usable_joint(reply, known) for reply in replies)))
+        return advance(replace(state, memo={**state.memo, "joints": joints}, stage="audit"), state.model, {})
+
+    # Site
+
+    def rows(self, task: Task, site: Site) -> dict[str, Tensor]:
+        if "fold" not in task.settings:
+            return {}
+        kept = _folds(task, site) != int(task.settings["fold"])
+        return {"kept": torch.from_numpy(kept.astype(np.float32)).to(site.labels.device)}
+
+    def loss(self, step: Step) -> Tensor:
+        if "kept" not in step.rows:
+            return super().loss(step)
+        kept = step.rows["kept"]
+        each = F.cross_entropy(step.net(step.x) + step.aux["log_pi"], step.y, reduction="none")
+        return (each * kept).sum() / kept.sum().clamp(min=1)
+
+    def work(self, task: Task, site: Site) -> Reply:
+        if task.name == "train":
+            return super().work(task, site)
+        if task.name == "predict":
+            site.memory[PROBABILITIES] = self._scored(task, site)
+            return Reply(site.client, site.size)
+        if PROBABILITIES not in site.memory:
+            raise UserError("this site was away when the models judged its labels: it can take part in the next audit")
+        p, y = site.memory[PROBABILITIES].numpy(), site.labels.cpu().numpy()
+        if task.name == "sums":
+            sums, counts = site_counts(p, y)
+            return Reply(site.client, site.size, arrays={"sums": sums, "counts": counts.astype(np.float64)})
+        level = np.array(task.arrays["thresholds"], dtype=np.float64)
+        site.memory[LEVELS] = torch.from_numpy(level)
+        return Reply(site.client, site.size, arrays={"joint": site_joint(p, y, level).astype(np.float64)})
+
+    def _scored(self, task: Task, site: Site) -> Tensor:
+        """The site's probabilities with those that this model may give filled in; NaN where none may yet."""
+        p = site.logits(task, task.weights).double().softmax(1).cpu()
+        if "fold" not in task.settings:
+            return p
+        before = site.memory.get(PROBABILITIES)
+        if before is None or before.shape != p.shape:
+            before = torch.full_like(p, torch.nan)
+        unseen = torch.from_numpy(_folds(task, site) == int(task.settings["fold"]))
+        return torch.where(unseen[:, None], p, before)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the coordinator has of the sites once the audit is over; clients without a joint are not in it."""
+
+    counts: Mapping[int, IntArray]
+    joints: Mapping[int, IntArray]
+    thresholds: FloatArray
+
+    @classmethod
+    def of(cls, state: State) -> Sent:
+        memo = state.memo
+        return cls(
+            counts={int(k): np.array(memo["sums"][k]["counts"], dtype=np.int64) for k in memo["joints"]},
+            joints={int(k): np.array(joint, dtype=np.int64) for k, joint in memo["joints"].items()},
+            thresholds=np.array(memo["thresholds"], dtype=np.float64),
+        )
+
+
+def folds_of(labels: IntArray, folds: int, rng: np.random.Generator) -> IntArray:
+    """Each image's fold: at random, with every class spread as evenly as it can be."""
+    order = rng.permutation(len(labels))
+    by_class = order[np.argsort(labels[order], kind="stable")]
+    fold = np.empty(len(labels), dtype=np.int64)
+    fold[by_class] = (np.arange(len(labels)) + rng.integers(folds)) % folds
+    return fold
+
+
+def _folds(task: Task, site: Site) -> IntArray:
+    rng = generator(int(task.settings["seed"]), "audit.folds", site.client)
+    return folds_of(site.labels.cpu().numpy(), int(task.settings["folds"]), rng)
+
+
+def _usable_sums(reply: Reply, classes: int) -> tuple[str, dict[str, Any]] | None:
+    sums, counts = reply.arrays["sums"], _whole(reply.arrays["counts"])
+    if sums.shape != (classes,) or counts is None or counts.shape != (classes,):
+        _left_out(reply, "its sums or counts are not one number per class")
+        return None
+    if not (np.isfinite(sums) & (sums >= 0) & (sums <= counts + 1e-6)).all():
+        _left_out(reply, "its sums are not between 0 and its counts")
+        return None
+    return str(reply.client), {"sums": sums.tolist(), "counts": counts.tolist()}
+
+
+def _usable_joint(reply: Reply, known: Mapping[str, Any]) -> tuple[str, list[list[int]]] | None:
+    joint, counts = _whole(reply.arrays["joint"]), np.array(known[str(reply.client)]["counts"])
+    if joint is None or joint.shape != (len(counts), len(counts)) or (joint.sum(axis=1) > counts).any():
+        _left_out(reply, "its joint does not fit its counts")
+        return None
+    return str(reply.client), joint.tolist()
+
+
+def _whole(values: FloatArray) -> IntArray | None:
+    fine = np.isfinite(values).all() and (values >= 0).all() and (values == np.floor(values)).all()
+    return values.astype(np.int64) if fine else None
+
+
+def _left_out(reply: Reply, why: str) -> None:
+    warnings.warn(f"client {reply.client} is left out of the audit: {why}", FedNoRoWarning, stacklevel=3)

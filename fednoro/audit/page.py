@@ -1,0 +1,171 @@
+"""The coordinator's page and its JSON: shares, names and counts of at least n; no image, no id."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from fednoro.audit.counting import NEVER
+from fednoro.audit.estimates import Estimate, Findings, SiteFinding
+from fednoro.audit.pages import percent, plain, render
+from fednoro.types import FloatArray
+
+MANY = 0.1  # a site whose interval begins above this is named in the headline
+WEAK = 0.5  # a share over all sites above which the model is to be doubted before the labels
+
+
+@dataclass(frozen=True)
+class Account:
+    """How an audit was made, in words for people and as values for JSON."""
+
+    run: str
+    how: str
+    scores: str
+    warmup: int
+    models: int
+    thresholds: FloatArray
+
+
+def page(found: Findings, account: Account) -> bytes:
+    """The page as an HTML file."""
+    sites = ordered(found)
+    shown = [line.values[j] or 0 for i, line in enumerate(found.table) for j in range(len(found.classes)) if j != i]
+    return render(
+        "page.html",
+        title=f"Label audit: {plain(account.run)}",
+        run=plain(account.run),
+        headline=headline(found),
+        lead=lead(found),
+        doubt=doubt(found),
+        found=found,
+        sites=[{**_fields(site), "words": words(site.estimate)} for site in sites],
+        truth=any(site.truth is not None for site in sites),
+        verdicts=any(site.verdict is not None for site in sites),
+        bounded=any(site.estimate is not None and site.estimate.share is None for site in sites),
+        least=max(found.least, 1),
+        few=f"fewer than {found.least}" if found.least > 1 else "none",
+        paired=any(site.pairs for site in sites),
+        scarce=any(site.scarce for site in sites),
+        most=max([*shown, 1]),
+        levels=_levels(found, account),
+        how=account.how,
+        standing=bool(standing_out(found)),
+        stamp=f"Made by fednoro from the sites' counts; {_trained(account)}.",
+    )
+
+
+def to_json(found: Findings, account: Account) -> dict[str, Any]:
+    """What the page says, as JSON values."""
+    return {
+        "run": account.run,
+        "headline": headline(found),
+        "lead": lead(found),
+        "scores": account.scores,
+        "how": account.how,
+        "rounds": account.warmup,
+        "models": account.models,
+        "min_cell": found.least,
+        "images": found.images,
+        "classes": list(found.classes),
+        "held_by_no_site": list(found.unheld),
+        "without_answer": list(found.absent),
+        "overall": _rounded(found.overall),
+        "doubt": doubt(found),
+        "thresholds": [None if t == NEVER else round(float(t), 4) for t in account.thresholds],
+        "sites": [{**_fields(site), "estimate": _rounded(site.estimate)} for site in found.sites],
+        "labelled_looks_like": [
+            {
+                "labelled": found.classes[i],
+                "looks_like": {name: _cell(line.text(j), line.values[j]) for j, name in enumerate(found.classes)},
+                "not_sure": _cell(line.text(len(found.classes)), line.values[-1]),
+                "total": line.total if line.total is not None else "withheld",
+            }
+            for i, line in enumerate(found.table)
+        ],
+    }
+
+
+def ordered(found: Findings) -> list[SiteFinding]:
+    """The sites, those with most to look at first."""
+
+    def key(site: SiteFinding) -> tuple[float, float, int]:
+        e = site.estimate
+        return (-1.0 if e is None or e.share is None else e.share, 0.0 if e is None else e.high, -site.client)
+
+    return sorted(found.sites, key=key, reverse=True)
+
+
+def standing_out(found: Findings) -> list[SiteFinding]:
+    """Sites where more than chance says that many labels may be wrong."""
+    return [s for s in ordered(found) if s.estimate and s.estimate.share is not None and s.estimate.low > MANY]
+
+
+def headline(found: Findings) -> str:
+    """The answer in one line."""
+    count = len(standing_out(found))
+    if not found.sites:
+        return "No site answered"
+    if not count:
+        return "No site stands out"
+    return f"{count} of {len(found.sites)} sites {'has' if count == 1 else 'have'} many labels to look at"
+
+
+def lead(found: Findings) -> str:
+    """The answer in a sentence or two."""
+    if not found.sites:
+        return "Nothing can be said about the labels."
+    sites = standing_out(found)
+    if not sites:
+        return f"At no site may more than {percent(MANY)} of the labels be wrong, beyond what chance explains."
+    named = [f"{plain(s.name)} ({percent(s.estimate.share or 0)})" for s in sites if s.estimate]
+    more = f" and {len(named) - 12} more" if len(named) > 12 else ""
+    where = "this site" if len(named) == 1 else "these sites"
+    return (
+        f"At {where} more than {percent(MANY)} of the labels may be wrong, beyond what chance explains: "
+        f"{', '.join(named[:12])}{more}."
+    )
+
+
+def doubt(found: Findings) -> str | None:
+    """What speaks against the whole audit, if anything does."""
+    if found.overall.share is None or found.overall.share <= WEAK:
+        return None
+    return (
+        f"Over all sites more than {percent(WEAK)} of the labels look wrong. A model that has learnt too little looks "
+        "like that too: audit again with more rounds before you write to anybody."
+    )
+
+
+def words(estimate: Estimate | None) -> str:
+    """An estimate as a person would say it."""
+    if estimate is None:
+        return "too few images could be judged"
+    if estimate.share is None:
+        return f"at most {percent(estimate.high)}"
+    return f"{percent(estimate.share)} ({percent(estimate.low)[:-1]}–{percent(estimate.high)})"
+
+
+def _trained(account: Account) -> str:
+    models = "one model was" if account.models == 1 else f"{account.models} models were"
+    return f"{models} trained for {account.warmup} {'round' if account.warmup == 1 else 'rounds'}"
+
+
+def _rounded(estimate: Estimate | None) -> dict[str, float | None] | None:
+    """In whole percent, as the page has it."""
+    if estimate is None:
+        return None
+    return {k: None if v is None else round(v, 2) for k, v in dataclasses.asdict(estimate).items()}
+
+
+def _fields(site: SiteFinding) -> dict[str, Any]:
+    return {item.name: getattr(site, item.name) for item in dataclasses.fields(site)}
+
+
+def _cell(text: str, value: int | None) -> int | str:
+    return text if value is None else value
+
+
+def _levels(found: Findings, account: Account) -> list[tuple[str, str]]:
+    levels = zip(found.classes, account.thresholds, strict=True)
+    return [(name, "none" if level == NEVER else f"{level:.2f}") for name, level in levels]

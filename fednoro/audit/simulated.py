@@ -1,0 +1,123 @@
+"""An audit of a simulated run: the run's federation, network and hardware, with the audit's exchanges."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fednoro.aggregate import average
+from fednoro.audit.exchanges import LEVELS, PROBABILITIES, Audit, Sent
+from fednoro.clients import Client
+from fednoro.conduct import Watcher
+from fednoro.config import Config, resolve
+from fednoro.data.dataset import Dataset
+from fednoro.engine import EagerEngine
+from fednoro.experiment import Lab, laboratory
+from fednoro.federation import Federation, fingerprint
+from fednoro.models import Packed
+from fednoro.rounds import Evaluation, play
+from fednoro.types import FedNoRoWarning, FloatArray, State, UserError, Weights
+
+EARLY = 10  # rounds before a model judges labels, where the run's method has no warm-up; FedNoRo's default
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run to be audited, with its data at hand; it may be unfinished."""
+
+    folder: Path
+    config: Config
+    federation: Federation
+    lab: Lab
+    detection: Mapping[str, Any] | None  # the detector's verdicts, where the run has come that far
+
+    @property
+    def dataset(self) -> Dataset:
+        return self.lab.dataset
+
+    @property
+    def warmup(self) -> int:
+        return warmup_of(self.config)
+
+
+def warmup_of(config: Config) -> int:
+    """How many rounds a model is trained before it judges labels: the run's own warm-up, if its method has one."""
+    return int(getattr(config.method, "warmup", 0) or min(EARLY, config.train.rounds))
+
+
+@contextmanager
+def subject(folder: Path, watcher: Watcher, device: str | None = None) -> Iterator[Subject]:
+    """Opens a run folder, loads its data and makes an engine ready."""
+    if (folder / "flower.json").is_file() and not (folder / "split.npz").is_file():
+        raise UserError(
+            f"the images of {folder} are at its sites: audit it there, with `fednoro flower audit {folder}`"
+        )
+    for name in ("config.yaml", "split.npz"):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} cannot be audited: it has no {name}; give a folder that `fednoro run` made")
+    config, federation = resolve(folder / "config.yaml"), Federation.load(folder / "split.npz")
+    config = config if device is None else replace(config, device=device)
+    with laboratory(config, watcher) as lab:
+        if fingerprint(lab.dataset) != federation.fingerprint:
+            raise UserError(f"the data has changed since {folder} was made: run it anew, then audit that")
+        yield Subject(folder, config, federation, lab, verdicts_in(folder / "detection.json"))
+
+
+@dataclass(frozen=True)
+class Examined(Sent):
+    """What came of the exchanges: what the coordinator was sent, and what stayed at each site."""
+
+    probabilities: Mapping[int, FloatArray]  # at the sites; the coordinator has none of these
+
+
+def examine(of: Subject, audit: Audit, clients: Sequence[Client] | None = None) -> Examined:
+    """Plays the audit's exchanges over the run's clients, or over others that hold the same data."""
+    engine, config, watcher = of.lab.engine, of.config, of.lab.watcher
+    engine.serve(of.federation.clients() if clients is None else clients)
+    start = Packed(of.lab.initial, engine.device).weights()
+    if config.model.recalibrate and engine.net.norms:
+        start = _recalibrated(start, engine)
+    state = State(start, 0, audit.rounds, engine.classes, config.seed)
+    for turn in play(audit, state, engine.exchange, sorted(engine.clients), unmeasured, config.train.participation):
+        state = turn.state
+        for message in turn.warnings:
+            watcher.warned(message)
+        watcher.progress("training the models that judge the labels", state.round, audit.rounds)
+    sent, served = Sent.of(state), engine.clients
+    return Examined(
+        sent.counts,
+        sent.joints,
+        sent.thresholds,
+        {k: served[k].memory[PROBABILITIES].numpy() for k in served if LEVELS in served[k].memory},
+    )
+
+
+def _recalibrated(start: Weights, engine: EagerEngine) -> Weights:
+    """As a run does it before its first round."""
+    able = [client for client in engine.clients.values() if len(client.index) > 1]
+    return average((engine.recalibrate(start, client), len(client.index)) for client in able) if able else start
+
+
+def unmeasured(weights: Weights) -> Evaluation:
+    """An audit looks at no test set."""
+    return Evaluation(np.zeros((1, 1), dtype=np.int64), float("nan"))
+
+
+def verdicts_in(path: Path) -> dict[str, Any] | None:
+    """The verdicts of a detection.json; None where there is none that can be read."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {"clients": {str(k): {**row, "noisy": bool(row["noisy"])} for k, row in found["clients"].items()}}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        message = f"{path} cannot be read, so the page has no verdicts of the detector ({error})"
+        warnings.warn(message, FedNoRoWarning, stacklevel=2)
+        return None

@@ -1,0 +1,105 @@
+"""What was asked for, and the configuration of each run that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fednoro.bench.paper import Setting
+from fednoro.config import Config, dump, resolve, section_name
+from fednoro.methods import METHODS
+from fednoro.noise import Flips
+from fednoro.types import UserError
+
+# Options that count rounds: they shrink and grow with `--rounds`, so that a short version keeps its proportions.
+IN_ROUNDS = {
+    "fednoro": ("warmup", "ramp_end"), "fedlsr": ("warmup",), "rofl": ("warmup", "gradual"),
+    "fedcorr": ("finetune",), "fedcorr-la": ("finetune",), "fednoro-plus": ("warmup", "purge"),
+}  # fmt: skip
+INSTEAD = {
+    "seed": "--seeds", "out": "--out", "name": "the names that bench gives", "noise.rate": "--rates",
+    "noise.low": "--ranges", "noise.high": "--ranges", "method": "--methods",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Order:
+    """One call of `fednoro bench`: the data, what is changed for every run, the seeds, and where things go."""
+
+    source: str
+    overrides: tuple[str, ...]
+    seeds: tuple[int, ...]
+    out: Path
+    rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        for override in self.overrides:
+            key = override.partition("=")[0].strip()
+            if key in INSTEAD:
+                raise UserError(f"override {override!r}: bench sets {key} for each run; use {INSTEAD[key]}")
+            if key.startswith("method."):
+                option = key.removeprefix("method.")
+                raise UserError(f"override {override!r}: say for which method, as in methods.fednoro.{option}=…")
+        if not isinstance(self.base().noise, Flips):
+            name = section_name(self.base(), "noise")
+            raise UserError(
+                f"bench varies noise.rate, noise.low and noise.high, which noise {name} does not have: "
+                "use noise=h_idn, noise=symmetric or noise=pair_flip"
+            )
+
+    def base(self, method: str = "fedavg") -> Config:
+        """The configuration before anything is varied."""
+        return _base(self.source, self.overrides, method)
+
+    @property
+    def data(self) -> str:
+        """The data set's name."""
+        return section_name(self.base(), "data")
+
+    def config(
+        self, row: str, setting: Setting, seed: int, method: str | None = None, options: Sequence[str] = ()
+    ) -> Config:
+        """One run: a row of a table (a method by that name, or `method` with `options`) under one kind of noise."""
+        method = row if method is None else method
+        noise = [f"noise.{key}={value!r}" for key, value in setting._asdict().items()]
+        name = f"{self.data}-{row}-{setting.slug}-seed{seed}"
+        varied = [f"method={method}", *options, *self._shortened(method), *noise, f"seed={seed}", f"name={name}"]
+        config = resolve(self.source, [*self.overrides, *varied])
+        return dataclasses.replace(config, out=str(self.out.absolute() / "runs"))
+
+    def _shortened(self, method: str) -> list[str]:
+        if self.rounds is None:
+            return []
+        base = self.base(method)
+        given = {override.partition("=")[0].strip() for override in self.overrides}
+        share, scaled = self.rounds / base.train.rounds, [f"train.rounds={self.rounds}"]
+        for option in IN_ROUNDS.get(method, ()):
+            value = getattr(base.method, option)
+            if value is not None and f"methods.{method}.{option}" not in given:
+                scaled.append(f"method.{option}={max(1, round(value * share))}")
+        return scaled
+
+
+@functools.cache
+def _base(source: str, overrides: tuple[str, ...], method: str) -> Config:
+    if method not in METHODS:
+        raise UserError(f"unknown method {method!r}: known are {', '.join(METHODS)}")
+    return resolve(source, [*overrides, f"method={method}"])
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every option by its dotted name."""
+
+    def walk(tree: Mapping[str, Any], above: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            found |= walk(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+        return found
+
+    return walk(yaml.safe_load(dump(config)), "")

@@ -1,0 +1,114 @@
+"""`fednoro export` and `fednoro predict`: a finished run's model, put to use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fednoro.types import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fednoro.predict import Predictions
+
+SHOWN = 50  # rows of the table on a screen
+Folder = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    app.command()(export)
+    app.command()(predict)
+
+
+def export(
+    run: Folder,
+    onnx: Annotated[str | None, typer.Option(metavar="FILE", help="Write an ONNX model.")] = None,
+    safetensors: Annotated[str | None, typer.Option(metavar="FILE", help="Write a safetensors file.")] = None,
+) -> None:
+    """Write a run's model as one file, after comparing its outputs with the network's on test images of the run.
+
+    The file's metadata holds the class names and the preprocessing. The ONNX model takes batches of any size.
+    ONNX needs the extra export.
+
+    Example: fednoro export runs/digits-fednoro-seed0 --onnx digits.onnx
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from fednoro.export import TOLERANCE
+    from fednoro.export import export as made
+
+    wanted = {"onnx": onnx, "safetensors": safetensors}
+    if not any(wanted.values()):
+        raise UserError("say what to write: --onnx FILE, --safetensors FILE or both")
+    for kind, path in wanted.items():
+        if path:
+            done = made(run, path, kind)
+            what = "test" if done.real else "made-up"
+            bound = f", allowed {TOLERANCE:g} · (1 + |logit|)" if kind == "onnx" else ""
+            Console(emoji=False).print(
+                f"wrote {escape(str(done.path))} ({done.bytes / 1e6:,.1f} MB); on {done.images} {what} images its "
+                f"logits differ from the network's by at most {done.difference:.1e}{bound}",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+
+
+def predict(
+    run: Folder,
+    images: Annotated[
+        list[str], typer.Argument(metavar="IMAGES...", help="Files, folders or quoted patterns.", show_default=False)
+    ],
+    to: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Write all probabilities as .csv or .json; repeatable.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Classes to show for each image.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No table; only what could not be read.")] = False,
+) -> None:
+    """Classify images with a run's model: PNG, JPEG or DICOM, decoded as the run's own data was.
+
+    Files that cannot be read are named, and the rest goes on.
+
+    Example: fednoro predict runs/mine scans/ 'more/*.png' --top 3 --to predictions.csv
+    """
+    import warnings
+
+    from rich.console import Console
+
+    from fednoro.predict import predict as made
+    from fednoro.predict import write
+    from fednoro.types import FedNoRoWarning
+
+    found = made(run, images, batch)
+    for path in to or []:
+        write(found, Path(path).expanduser())
+    if not quiet and found.readable:
+        Console(emoji=False).print(_table(found, top))
+    for row in found.rows:
+        if row.error:
+            warnings.warn(f"{row.path}: {row.error}", FedNoRoWarning, stacklevel=1)
+    if not found.readable:
+        raise UserError(f"none of the {len(found.rows)} files could be read")
+
+
+def _table(found: Predictions, top: int) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    def printable(text: str) -> Text:
+        # Names of files and classes may hold line ends and what steers a terminal.
+        return Text("".join(char if char.isprintable() else "�" for char in text))
+
+    table = Table("image", "class", box=None)
+    table.add_column("probability", justify="right")
+    rows = [row for row in found.rows if not row.error]
+    for row in rows[:SHOWN]:
+        for i, (name, share) in enumerate(found.top(row, top)):
+            table.add_row(printable("" if i else row.path), printable(name), f"{share:.1%}")
+    if len(rows) > SHOWN:
+        table.add_row(f"… and {len(rows) - SHOWN} more: --to FILE has all of them")
+    return table

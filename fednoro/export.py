@@ -1,0 +1,138 @@
+"""A run's model as one file for other programs, checked against the network before it is put in place."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fednoro.conduct import Run
+from fednoro.federation import Federation, fingerprint
+from fednoro.files import write_whole
+from fednoro.seeds import generator
+from fednoro.trained import Trained, open_trained, untrained
+from fednoro.types import FedNoRoWarning, UserError
+
+IMAGES = 64  # that a model is compared on
+TOLERANCE = 1e-4  # |a − b| ≤ TOLERANCE · (1 + |b|) for every logit: another program adds in another order
+
+Forward = Callable[[NDArray[np.uint8]], Tensor]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how it compares."""
+
+    path: Path
+    bytes: int
+    images: int  # compared
+    real: bool  # test images of the run; otherwise made up
+    difference: float  # largest, of any logit
+    agreement: float  # share of images with the same most probable class
+
+
+def export(run: Run | str | Path, path: str | Path, kind: str) -> Exported:
+    """Writes a run's model as "onnx" or "safetensors"; a file that gives other outputs is not written.
+
+    The file's metadata has one entry, `fednoro`: JSON with the class names and the preprocessing.
+    """
+    if kind not in ("onnx", "safetensors"):
+        raise UserError(f"a model is exported as onnx or safetensors, got {kind!r}")
+    model, target = open_trained(run), Path(path).expanduser()
+    content, forward = (_onnx if kind == "onnx" else _safetensors)(model)
+    images, real = _to_compare(model)
+    difference, agreement = _compared(model, forward, images, exact=kind == "safetensors")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(target, content)
+    return Exported(target, len(content), len(images), real, difference, agreement)
+
+
+def _onnx(model: Trained) -> tuple[bytes, Forward]:
+    try:
+        import onnx
+        import onnxruntime
+    except ImportError as error:
+        raise UserError(f"--onnx needs {error.name}: pip install 'fednoro[export]'") from error
+    height, width, _ = model.image
+    example = torch.zeros(2, model.inputs, height, width)
+    raw: Any = io.BytesIO()  # it takes a file too, whatever its annotation says
+    batch = {0: "batch"}
+    # The exporter that needs no further package warns that there is a newer one, and the tracer of every
+    # comparison of sizes; the comparison of outputs below is what tells whether all went well.
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            model.net, (example,), raw, dynamo=False, input_names=["images"], output_names=["logits"],
+            dynamic_axes={"images": batch, "logits": batch},
+        )  # fmt: skip
+    proto = onnx.load_from_string(raw.getvalue())
+    for key, value in model.metadata.items():
+        proto.metadata_props.add(key=key, value=value)
+    onnx.checker.check_model(proto)
+    content = proto.SerializeToString(deterministic=True)
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+
+    def forward(images: NDArray[np.uint8]) -> Tensor:
+        (logits,) = session.run(["logits"], {"images": model.batch(images).contiguous().numpy()})
+        return torch.from_numpy(np.asarray(logits))
+
+    return content, forward
+
+
+def _safetensors(model: Trained) -> tuple[bytes, Forward]:
+    from safetensors.torch import load, save
+
+    tensors = {name: tensor.contiguous().clone() for name, tensor in model.net.state_dict().items()}
+    content = save(tensors, model.metadata)
+    fresh = untrained(model.config, model.image[2], len(model.classes))
+    fresh.load_state_dict(load(content))
+    fresh.eval()
+
+    def forward(images: NDArray[np.uint8]) -> Tensor:
+        with torch.inference_mode():
+            logits: Tensor = fresh(model.batch(images))
+        return logits
+
+    return content, forward
+
+
+def _to_compare(model: Trained) -> tuple[NDArray[np.uint8], bool]:
+    """Test images of the run; where its data is not here or is another by now, made-up ones."""
+    try:
+        federation = Federation.load(model.folder / "split.npz")
+        dataset = model.config.data.load(model.config.seed)
+        if fingerprint(dataset) != federation.fingerprint:
+            raise UserError("the data has changed since")
+        return np.asarray(dataset.images[federation.test[:IMAGES]]), True
+    except (OSError, UserError) as error:
+        message = f"the run's test images are not at hand ({error}): the export is compared on made-up images"
+        warnings.warn(message, FedNoRoWarning, stacklevel=3)
+        noise = generator(0, "export").integers(0, 256, (IMAGES, *model.image))
+        return noise.astype(np.uint8), False
+
+
+def _compared(model: Trained, forward: Forward, images: NDArray[np.uint8], exact: bool) -> tuple[float, float]:
+    """The largest difference of a logit, over all images at once and over the first alone."""
+    worst = 0.0
+    for part in (images, images[:1]):
+        wanted, found = model.logits(part).double(), forward(part).double()
+        if found.shape != wanted.shape:
+            raise UserError(f"the exported model gives {tuple(found.shape)} numbers, the network {tuple(wanted.shape)}")
+        bound = torch.zeros_like(wanted) if exact else TOLERANCE * (1 + wanted.abs())
+        difference = (found - wanted).abs()
+        if not bool((difference <= bound).all()):
+            raise UserError(
+                f"the exported model's outputs differ by up to {float(difference.max()):.3g}, more than rounding "
+                "explains: nothing was written. Does the network branch on the values of its input?"
+            )
+        worst = max(worst, float(difference.max()))
+    same = forward(images).argmax(1) == model.logits(images).argmax(1)
+    return worst, float(same.double().mean())

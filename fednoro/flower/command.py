@@ -1,0 +1,271 @@
+"""`fednoro flower …`: light at import, as the help must be quick."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fednoro.audit.command import Scores
+from fednoro.flower.operations import certs, init, site
+from fednoro.types import UserError
+
+if TYPE_CHECKING:
+    from fednoro.flower.following import Follower
+
+LOST = 3  # the exit code where the SuperLink is away and the run's outcome is not known
+
+app = typer.Typer(
+    name="flower",
+    help="The same methods across real sites, on Flower: apps, certificates, simulation, runs.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.command("init")(init)
+app.command("certs")(certs)
+app.add_typer(site, name="site")
+
+Items = Annotated[list[str] | None, typer.Argument(metavar="[APP|PRESET|FILE] [KEY=VALUE]...", show_default=False)]
+Superlink = Annotated[str | None, typer.Option(help="A connection in Flower's config.toml; default: the one it names.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")]
+MinSites = Annotated[int | None, typer.Option(help="Wait for so many sites in every exchange.", show_default=False)]
+Timeout = Annotated[
+    float | None, typer.Option(help="Seconds after which a round goes on without the rest.", show_default=False)
+]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="A run folder to carry on.", show_default=False)]
+
+
+@app.command()
+def simulate(
+    items: Items = None,
+    sites: Annotated[int | None, typer.Option(help="How many sites; default: partition.clients.")] = None,
+    cpus: Annotated[int, typer.Option(help="CPUs that all sites share.")] = 2,
+    round_timeout: Timeout = None,
+    resume: Resume = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run on this machine through Flower's own simulation: every message is Flower's, the weights are `fednoro run`'s.
+
+    It takes Ray, some 20 seconds to start and more memory. For research, `fednoro run` is faster.
+
+    Example: fednoro flower simulate digits --sites 20 method=fedavg train.rounds=10
+    """
+    check_installed()
+    from fednoro.flower.following import as_json, ordered, placed
+    from fednoro.flower.running import simulation_link
+
+    if resume is not None:
+        config, folder = _reopened(resume)
+        values: dict[str, Any] = {"resume": str(folder)}
+        clients = len(json.loads((folder / "sites.json").read_text(encoding="utf-8"))["sites"])
+    else:
+        chosen = [*(items or []), *([] if sites is None else [f"partition.clients={sites}"])]
+        found, _, values = ordered(chosen, {"round-timeout": round_timeout})
+        if found is None:
+            raise UserError("this app is not fednoro's: simulate it with flwr run")
+        clients = getattr(found.partition, "clients", None) or _natural(found)
+        config, folder = placed(found)
+        values |= {"fednoro": as_json(config)}
+    with _made({**values, "simulation": 1}) as made:
+        federation, home = (
+            f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={cpus}",
+            made.parent,
+        )
+        with simulation_link(home / "home") as link:
+            log = home / "home" / "superlink.log"
+            _play(link, made, _following(folder, config, quiet), quiet, federation=federation, log=log)
+
+
+@app.command()
+def run(
+    items: Items = None,
+    superlink: Superlink = None,
+    min_sites: MinSites = None,
+    start_sites: Annotated[
+        int | None, typer.Option(help="Sites to wait for before round 1.", show_default=False)
+    ] = None,
+    round_timeout: Timeout = None,
+    resume: Resume = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run on a SuperLink and its sites; ends with 0 only if the run completed, with 3 if the SuperLink is away.
+
+    Rounds are shown where the run folder can be read from here, that is on the SuperLink's own machine.
+
+    Examples: fednoro flower run federation --superlink hospital --min-sites 3
+
+    fednoro flower run digits data=sites partition=by_column noise=none --superlink hospital
+
+    fednoro flower run --resume runs/digits-fednoro-seed0 --superlink hospital
+    """
+    check_installed()
+    from fednoro.flower.following import as_json, ordered, placed
+    from fednoro.flower.running import Link
+
+    given = {"min-sites": min_sites, "start-sites": start_sites, "round-timeout": round_timeout}
+    link = Link(_connection(superlink))
+    if resume is not None:
+        config, folder = _reopened(resume)
+        values: dict[str, Any] = {"resume": str(folder)}
+        own = None
+    else:
+        found, own, values = ordered(items or [], given)
+        if found is None:
+            assert own is not None
+            _play(link, own, None, quiet, values)
+            return
+        config, folder = placed(found)
+        values |= {"fednoro": as_json(config)}
+    with _made(values) as made:
+        _play(link, made, _following(folder, config, quiet), quiet)
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run on Flower.", show_default=False)],
+    superlink: Superlink = None,
+    scores: Annotated[
+        Scores, typer.Option(help="early: a model after few rounds; cross_fit: models that never saw the label.")
+    ] = Scores.early,
+    min_cell: Annotated[int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")] = 5,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds before a model judges; the run's warm-up if not given.")
+    ] = None,
+    folds: Annotated[int, typer.Option(min=2, help="Parts of each site's images in cross_fit.")] = 5,
+    min_sites: MinSites = None,
+    round_timeout: Timeout = None,
+    quiet: Quiet = False,
+) -> None:
+    """Estimate how many labels are wrong at each site of a run; each site gets a letter with the images to look at.
+
+    The coordinator's page is RUN/audit/index.html. Letters are written at the sites, and nothing in them is sent.
+
+    The same command again goes on with an audit that was stopped.
+
+    Example: fednoro flower audit runs/first --superlink hospital --min-sites 3
+    """
+    check_installed()
+    from fednoro.audit.simulated import warmup_of
+    from fednoro.flower.following import AuditFollower
+    from fednoro.flower.options import AuditOrder
+    from fednoro.flower.running import Link
+
+    config, folder = _reopened(run, "audited")
+    kept = json.loads((folder / "flower.json").read_text(encoding="utf-8"))
+    if kept.pop("simulation"):
+        raise UserError(f"the sites of {folder} were simulated: audit it with `fednoro audit {folder}`")
+    del kept["run"]
+    given = {"min_sites": min_sites, "round_timeout": round_timeout}
+    kept |= {key: value for key, value in given.items() if value is not None}
+    order = AuditOrder(str(folder), scores.value, rounds or warmup_of(config), folds, min_cell)
+    values = {key.replace("_", "-"): value for key, value in kept.items()} | {"audit": order.as_json()}
+    link, total = Link(_connection(superlink)), order.method().rounds
+    with _made(values) as made:
+        _play(link, made, lambda: AuditFollower(Console(emoji=False), order.exchanges, total, quiet), quiet)
+
+
+def carry_on(folder: Path, quiet: bool) -> None:
+    """`fednoro resume` of a run on Flower: as it was begun, in a simulation or on the default connection."""
+    kept = json.loads((folder / "flower.json").read_text(encoding="utf-8"))
+    if kept.get("simulation"):
+        simulate(resume=folder, quiet=quiet)
+    else:
+        run(resume=folder, quiet=quiet)
+
+
+def check_installed() -> None:
+    """Flower is an extra; without it the commands say so."""
+    from importlib.util import find_spec
+
+    if find_spec("flwr") is None:
+        raise UserError("this command needs Flower: pip install 'fednoro[flower]'")
+
+
+def _reopened(resume: Path, what: str = "carried on") -> tuple[Any, Path]:
+    from fednoro.config import resolve
+
+    folder = resume.expanduser().absolute()
+    for name in ("config.yaml", "flower.json", "sites.json"):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} cannot be {what} on Flower: it has no {name}")
+    return resolve(folder / "config.yaml"), folder
+
+
+def _natural(config: Any) -> int:
+    """How many clients a partition makes that does not say so itself."""
+    dataset = config.data.load(config.seed)
+    if not dataset.sites:
+        raise UserError("how many sites? The partition does not say: give --sites")
+    return len(set(dataset.sites))
+
+
+def _connection(superlink: str | None) -> str:
+    if superlink is not None:
+        return superlink
+    import os
+    import tomllib
+
+    home = Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
+    try:
+        return str(tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"]["default"])
+    except (OSError, KeyError, ValueError) as error:
+        raise UserError(
+            f"{home / 'config.toml'} names no default SuperLink: give --superlink, or add it there ({error})"
+        ) from error
+
+
+@contextmanager
+def _made(values: Mapping[str, Any]) -> Iterator[Path]:
+    """An app folder with this run-config."""
+    from fednoro.flower.running import app_toml
+
+    with tempfile.TemporaryDirectory(prefix="fednoro-") as place:
+        made = Path(place) / "app"
+        made.mkdir()
+        (made / "pyproject.toml").write_text(app_toml(values), encoding="utf-8")
+        yield made
+
+
+def _following(folder: Path, config: Any, quiet: bool) -> Callable[[], Follower]:
+    from fednoro.flower.following import Follower
+
+    return lambda: Follower(Console(emoji=False), folder, config.train.rounds, quiet)
+
+
+def _play(
+    link: Any,
+    made: Path,
+    following: Callable[[], Follower] | None,
+    quiet: bool,
+    values: Mapping[str, Any] | None = None,
+    federation: str = "",
+    log: Path | None = None,
+) -> None:
+    from fednoro.flower.following import RunFailedError, RunLostError, follow
+    from fednoro.flower.running import tail
+
+    number = link.run(made, values, federation)
+    follower = None if following is None else following()
+    if not quiet:
+        where = "" if follower is None else f" in {follower.folder}"
+        _say(f"Flower's run {number}{where}")
+    try:
+        follow(link, number, follower)
+    except (RunFailedError, RunLostError) as error:
+        said = "" if log is None else f"\n{tail(log, 40)}"
+        _say(f"error: {error}{said}", stderr=True)
+        raise typer.Exit(LOST if isinstance(error, RunLostError) else 1) from error
+    except KeyboardInterrupt:
+        if follower is not None:
+            _say(f"stopped; carry on with: {follower.again}")
+        raise
+
+
+def _say(line: str, stderr: bool = False) -> None:
+    Console(stderr=stderr, emoji=False).print(line, highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,28 @@
+"""A site's letter after an audit, on the site's own disk: its images with labels to look at, as a page and as CSV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fednoro.audit.exchanges import Audit
+from fednoro.audit.letter import Holding, Judgement, write_letter
+from fednoro.clients import Client
+from fednoro.data.dataset import Dataset
+from fednoro.files import disk_errors
+
+FOLDER = "audits"  # below the site's memory folder; one folder in it for each audit
+
+
+def leave_letter(memory: Path, key: str, client: Client, dataset: Dataset, audit: Audit) -> Path:
+    """Writes letter.html, images.csv and accepted.csv from what the audit left in the client's memory.
+
+    An audit trains on all of a site's images, so they are not picked out: they may be many.
+    """
+    ids = dataset.ids or tuple(map(str, range(len(dataset))))
+    site = Holding(client.name, dataset.images, client.observed, ids, dataset.classes)
+    folder = memory / FOLDER / key
+    with disk_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # for the user that runs the node: it has images
+        folder.parent.chmod(0o700)
+    write_letter(folder, site, Judgement.from_memory(client.memory, audit.explain()))
+    return folder / "letter.html"

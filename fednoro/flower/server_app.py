@@ -1,0 +1,20 @@
+"""The ServerApp: Flower's way into the coordinator."""
+
+from __future__ import annotations
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fednoro.flower.audited import audit_sites
+from fednoro.flower.coordinator import coordinate
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Plays the run, or the audit of one, that the run-config describes."""
+    if context.run_config.get("audit"):
+        audit_sites(grid, context.run_config)
+    else:
+        coordinate(grid, context.run_config)

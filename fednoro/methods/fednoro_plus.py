@@ -1,0 +1,179 @@
+"""FedNoRo+: verdicts on an absolute scale, then purge, correct once, and train on everybody.
+
+It goes beyond Wu et al., FedNoRo, IJCAI 2023, whose mixture always splits the clients in two, and whose
+distillation collapses where most of them are noisy.
+
+Stage 1, rounds 1..T1: FedLA. In the last `watch` rounds each client also measures how much of its labels its own model
+explains, e_k, against a replica trained on permuted labels (`fednoro.explained`). Clients below a cut are noisy, S_n.
+That may be nobody, and then all that follows is FedLA, to the bit. If it is everybody, there is nobody to learn from,
+and it is FedLA too, with a warning: to trust the half that explains most measured worse. A client that could not be
+judged is not trusted until it is.
+
+Stage 2, purge: FedLA on the clean clients S_c alone. The teacher f_T is the mean of the global models of these rounds,
+from the tenth on their moving average: w_T ← a w_T + (1 − a) w_g, a = min(0.9, t / (t + 1)), t = 0, 1, …
+
+Correct, once: on each noisy client, with the teacher's logits on its plain images, EM for the true labels under a
+client's own class frequencies and noise transitions,
+
+    q_i(y) ∝ softmax(f_T(x_i))_y π_k(y) T_k(y, ȳ_i)
+    π_k ∝ Σ_i q_i + ½,   T_k(y, ·) ∝ Σ_i q_i(y) 1[ȳ_i = ·] + 2 I + 2/C
+
+Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) + log π_k)_y with
+π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fednoro.aggregate import average
+from fednoro.explained import WATCH, WATCHED, record, score, suspects, watch, watching
+from fednoro.losses import held, log_prior, logit_adjusted_ce
+from fednoro.methods.fedavg import Method
+from fednoro.methods.fednoro import by_distance
+from fednoro.options import option
+from fednoro.seeds import generator
+from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, Site, State, Step, Task, UserError
+from fednoro.verdicts import scoring_model, unscored, verdicts
+
+TEACHER = "teacher"  # among a state's kept models
+CORRECTED = "corrected"  # in the memo: clients whose labels have been corrected
+SOFT = "soft"  # in a client's memory: q, N×C; among a task's settings: that it is to be learnt
+
+
+@dataclass(frozen=True)
+class FedNoRoPlus(Method):
+    """Finds noisy clients on an absolute scale, trains without them, corrects their labels, then trains on all."""
+
+    warmup: int = option(10, "rounds of FedLA before the clients are judged (T1)", ge=1)
+    watch: int = option(WATCHED, "of these, the last ones in which clients measure what they can explain", ge=1)
+    purge: int | None = option(None, "rounds on clean clients alone; default: 2/9 of what follows the warm-up", ge=0)
+    ema: float = option(
+        0.9, "how much of the teacher stays in a round, once it is the mean of enough of them", ge=0, lt=1
+    )
+    iterations: int = option(15, "steps of EM when labels are corrected", ge=1)
+
+    def check(self, rounds: int) -> None:
+        if self.warmup >= rounds:
+            raise UserError(f"method.warmup must be below train.rounds ({rounds}), got {self.warmup}: set either")
+
+    def purged(self, rounds: int) -> int:
+        """The round after which noisy clients come back; they do not where that is beyond the run."""
+        return self.warmup + (max(1, round(2 / 9 * (rounds - self.warmup))) if self.purge is None else self.purge)
+
+    # Server
+
+    def plan(self, state: State, clients: Clients) -> dict[int, Task]:
+        if state.round < self.warmup:
+            settings = watching(state, self.warmup, self.watch)
+            return {k: Task("train", state.round, state.model, settings) for k in clients.drawn}
+        if unknown := unscored(state, clients):
+            return {k: Task("score", state.round, scoring_model(state), {WATCH: state.seed}) for k in unknown}
+        noisy, chosen = suspects(state, clients.present), clients.drawn
+        if state.round < self.purged(state.rounds):
+            clean = [k for k in clients.present if k not in noisy]
+            if noisy and clean:
+                rng = generator(state.seed, "purge", state.round)
+                drawn = rng.choice(np.array(clean), min(len(clean), len(clients.drawn)), replace=False)
+                chosen = tuple(sorted(int(k) for k in drawn))
+            return {k: Task("train", state.round, state.model) for k in chosen}
+        waiting = [k for k in chosen if k in noisy and k not in state.memo.get(CORRECTED, ())]
+        if waiting and state.memo.get("corrected_in") != state.round:  # who does not answer is asked in a later round
+            return {k: Task("correct", state.round, state.kept.get(TEACHER, state.model)) for k in waiting}
+        return {k: Task("train", state.round, state.model, {SOFT: True} if k in noisy else {}) for k in chosen}
+
+    def fold(self, state: State, replies: Replies) -> State:
+        if replies.task == "score":
+            return self._judged(state, replies)
+        if replies.task == "correct":
+            done = {*state.memo.get(CORRECTED, ()), *(reply.client for reply in replies)}
+            memo = {**state.memo, CORRECTED: sorted(done), "corrected_in": state.round}
+            return replace(state, memo=memo, stage="correction", notes={})
+        if state.round < self.warmup:
+            return replace(super().fold(state, replies), stage="warm-up")
+        noisy, flagged = suspects(state, replies.asked), any(verdicts(state).values())
+        if state.round < self.purged(state.rounds):
+            if noisy:
+                warnings.warn("no clean client to train on: noisy ones take part", FedNoRoWarning, stacklevel=2)
+            return self._taught(state, replace(super().fold(state, replies), stage="purge" if flagged else "training"))
+        # Among clean clients every distance is 0: FedAvg, to the bit, without holding all models.
+        after = (
+            by_distance(state, replies, {k: k in noisy for k in replies.asked})
+            if noisy
+            else super().fold(state, replies)
+        )
+        return replace(after, stage="training on corrected labels" if flagged else "training")
+
+    def _judged(self, state: State, replies: Replies) -> State:
+        after = record(state, list(replies))
+        if "detector" in after.memo and "detector" not in state.memo and all(verdicts(after).values()):
+            message = "every client looks noisy and there is none to learn from: going on as FedLA"
+            warnings.warn(message, FedNoRoWarning, stacklevel=2)
+        return after
+
+    def _taught(self, state: State, after: State) -> State:
+        t = state.round - self.warmup
+        a = min(self.ema, t / (t + 1))
+        teacher = average([(state.kept.get(TEACHER, state.model), a), (after.model, 1 - a)])
+        return replace(after, kept={**state.kept, TEACHER: teacher})
+
+    # Client
+
+    def aux(self, task: Task, site: Site) -> dict[str, Tensor]:
+        if SOFT not in task.settings:
+            return {"log_pi": log_prior(site.counts)}
+        pi = self.rows(task, site)["q"].mean(dim=0)
+        return {"log_pi": pi.clamp(min=torch.finfo(pi.dtype).tiny).log()}  # 0 · log 0 would be NaN
+
+    def rows(self, task: Task, site: Site) -> dict[str, Tensor]:
+        if SOFT not in task.settings:
+            return {}
+        return {"q": site.memory[SOFT].to(site.labels.device, non_blocking=True)}
+
+    def loss(self, step: Step) -> Tensor:
+        logits, log_pi = step.net(step.x), step.aux["log_pi"]
+        if "q" in step.rows:
+            return F.cross_entropy(logits + log_pi, step.rows["q"])
+        return logit_adjusted_ce(logits, step.y, log_pi)
+
+    def work(self, task: Task, site: Site) -> Reply:
+        if task.name == "score":
+            return score(task, site)
+        if task.name == "correct":
+            return Reply(site.client, site.size, metrics={"relabelled": self._correct(task, site)})
+        if SOFT in task.settings and SOFT not in site.memory:
+            self._correct(task, site)  # it was not there when the teacher asked: the global model will do
+        reply = super().work(task, site)
+        if WATCH in task.settings:
+            watch(task, site, reply.weights)
+        return reply
+
+    def _correct(self, task: Task, site: Site) -> Tensor:
+        """Keeps q; says how many labels are no longer the most probable ones."""
+        q = corrected(site.logits(task, task.weights), site.labels, site.classes, self.iterations)
+        site.memory[SOFT] = q.float()
+        return (q.argmax(dim=1) != site.labels).sum()
+
+
+def corrected(logits: Tensor, labels: Tensor, classes: int, iterations: int) -> Tensor:
+    """What each image's label really is, q, N×C in float64: EM over a client's class frequencies and transitions."""
+    p = torch.softmax(logits.double(), dim=1)
+    p = torch.where(p.isnan(), 1 / classes, p)  # an image about which the teacher says nothing
+    given = held(labels, classes).double()  # N×C
+    pi = p.new_full((classes,), 1 / classes)
+    prior = 2 * torch.eye(classes, dtype=p.dtype, device=p.device) + 2 / classes
+    transitions = prior / prior.sum(dim=1, keepdim=True)  # T[y, ȳ]
+    q = p
+    for _ in range(iterations):
+        q = p * pi * (given @ transitions.t())
+        q = q / q.sum(dim=1, keepdim=True)
+        pi = (q.sum(dim=0) + 0.5) / (len(q) + 0.5 * classes)
+        counted = q.t() @ given + prior
+        transitions = counted / counted.sum(dim=1, keepdim=True)
+    return q

@@ -1,0 +1,17 @@
+"""What a run shows: an HTML report, figures for a paper, and comparisons of several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_report(folder: Path, warn: Callable[[str], None]) -> None:
+    """Writes report.html at the end of a run; the run stands, whatever happens here."""
+    try:
+        from fednoro.report.page import write
+
+        write(folder)
+    except Exception as error:
+        why = (str(error).splitlines() or [""])[0]
+        warn(f"the report could not be written ({type(error).__name__}: {why}): try fednoro report {folder}")

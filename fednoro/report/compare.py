@@ -1,0 +1,192 @@
+"""Several runs side by side: groups of seeds, their means, and differences paired by seed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fednoro.metrics import best_last
+from fednoro.report.reading import Recorded, read
+from fednoro.types import FloatArray, UserError
+
+# What says where and when a run was made, not what it is.
+INCIDENTAL = {"seed", "name", "out", "device", "engine", "compile", "checkpoint_every", "track"}
+MEASURES = ("best", "last", "final")
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but their seed."""
+
+    label: str
+    runs: dict[int, Recorded]  # by seed
+
+    def values(self, measure: str) -> dict[int, float]:
+        return {seed: scores(run)[measure] for seed, run in self.runs.items()}
+
+    @property
+    def exact(self) -> tuple[int, int] | None:
+        """In how many runs exactly the noisy clients were flagged, of how many where that can be known."""
+        known = [run.detection["exact"] for run in self.runs.values() if run.detection and "exact" in run.detection]
+        return (sum(map(bool, known)), len(known)) if known else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One group minus another, seed by seed, in the measure's own unit."""
+
+    group: str
+    against: str
+    measure: str
+    pairs: dict[int, float]  # by seed
+    mean: float
+    std: float  # NaN for a single pair
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All of it."""
+
+    groups: tuple[Group, ...]
+    differences: tuple[Difference, ...]
+    remarks: tuple[str, ...]  # what was left out or not paired, and why
+
+
+def scores(run: Recorded) -> dict[str, float]:
+    """Best, Last and final."""
+    return dict(zip(MEASURES, best_last(run.bacc), strict=True))
+
+
+def compare(folders: Sequence[str | Path], against: str | None = None) -> Comparison:
+    """Groups the runs and takes the differences of every group to the first, or to the one labelled `against`."""
+    remarks: list[str] = []
+    runs = [run for run in map(read, folders) if _usable(run, remarks)]
+    if not runs:
+        raise UserError(f"none of these runs can be compared: {'; '.join(remarks)}")
+    groups = _grouped(runs)
+    labels = [group.label for group in groups]
+    if against is not None and against not in labels:
+        raise UserError(f"--against must be one of {', '.join(labels)}; got {against!r}")
+    base = groups[0 if against is None else labels.index(against)]
+    differences = [found for group in groups if group is not base for found in paired(group, base, remarks)]
+    return Comparison(tuple(groups), tuple(differences), tuple(remarks))
+
+
+def _usable(run: Recorded, remarks: list[str]) -> bool:
+    why = ""
+    if not run.config or not isinstance(run.config.get("seed"), int):
+        why = "its configuration cannot be read"
+    elif not run.rounds:
+        why = "it has no finished round"
+    elif len(run.rounds) < run.planned:
+        why = f"it has {len(run.rounds)} of {run.planned} rounds"
+    if why:
+        remarks.append(f"{run.path} is left out: {why}")
+    return not why
+
+
+def _grouped(runs: Sequence[Recorded]) -> list[Group]:
+    found: dict[tuple[tuple[str, str], ...], dict[int, Recorded]] = {}
+    for run in runs:
+        facts = tuple(sorted((key, str(value)) for key, value in _flat(run.config).items() if key not in INCIDENTAL))
+        seeds = found.setdefault(facts, {})
+        seed = run.config["seed"]
+        if seed in seeds:
+            raise UserError(
+                f"{seeds[seed].path} and {run.path} are the same experiment with the same seed: give one of them"
+            )
+        seeds[seed] = run
+    labels = _labels([dict(facts) for facts in found])
+    return [Group(label, dict(sorted(seeds.items()))) for label, seeds in zip(labels, found.values(), strict=True)]
+
+
+def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _labels(groups: Sequence[dict[str, str]]) -> list[str]:
+    """The method's name and what else tells the groups apart; a method's own options only among its own kind."""
+    labels = []
+    for group in groups:
+        kin = [other for other in groups if other.get("method.name") == group.get("method.name")]
+        shown = []
+        for key in sorted({key for other in groups for key in other}):
+            among = kin if key.startswith("method.") else groups
+            if key != "method.name" and len({other.get(key) for other in among}) > 1:
+                name = key.removesuffix(".name")
+                shown.append(f"{name}={group[key]}" if key in group else f"no {name}")
+        labels.append(", ".join([group.get("method.name", "unknown"), *shown]))
+    return labels
+
+
+def paired(group: Group, base: Group, remarks: list[str]) -> list[Difference]:
+    """Differences over the seeds that both groups have with the very same federation; a remark for those refused."""
+    shared = [seed for seed in group.runs if seed in base.runs]
+    kept = [seed for seed in shared if _same_federation(group.runs[seed], base.runs[seed])]
+    refused = [str(seed) for seed in shared if seed not in kept]
+    if refused:
+        remarks.append(
+            f"{group.label} and {base.label} are not paired for seed {', '.join(refused)}: "
+            "their clients, labels or test images differ"
+        )
+    if not shared:
+        remarks.append(f"{group.label} and {base.label} have no seed in common, so there is nothing to pair")
+    if not kept:
+        return []
+    found = []
+    for measure in MEASURES:
+        mine, theirs = group.values(measure), base.values(measure)
+        pairs = {seed: mine[seed] - theirs[seed] for seed in kept}
+        mean, std, low, high = interval(np.array(list(pairs.values())))
+        found.append(Difference(group.label, base.label, measure, pairs, mean, std, low, high))
+    return found
+
+
+def _same_federation(first: Recorded, second: Recorded) -> bool:
+    known = first.holdings is not None and second.holdings is not None
+    return known and first.holdings.digest == second.holdings.digest  # type: ignore[union-attr]
+
+
+def interval(values: FloatArray) -> tuple[float, float, float, float]:
+    """Mean, standard deviation, and Student's t interval for the mean; NaN where one value says nothing of spread."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return mean, math.nan, math.nan, math.nan
+    from scipy.stats import t
+
+    std = float(values.std(ddof=1))
+    half = float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * std / math.sqrt(len(values))
+    return mean, std, mean - half, mean + half
+
+
+def as_csv(found: Comparison) -> str:
+    """Long form: a line for each run, each group's mean and each difference, all in shares of 1."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(("what", "group", "against", "measure", "seed", "n", "value", "std", "low", "high", "folder"))
+    for group in found.groups:
+        for seed, run in group.runs.items():
+            for measure, value in scores(run).items():
+                table.writerow(("run", group.label, "", measure, seed, "", value, "", "", "", run.path))
+        for measure in MEASURES:
+            mean, std, low, high = interval(np.array(list(group.values(measure).values())))
+            row = [len(group.runs), mean, *("" if math.isnan(v) else v for v in (std, low, high))]
+            table.writerow(("mean", group.label, "", measure, "", *row, ""))
+    for item in found.differences:
+        row = [len(item.pairs), item.mean, *("" if math.isnan(v) else v for v in (item.std, item.low, item.high))]
+        table.writerow(("difference", item.group, item.against, item.measure, "", *row, ""))
+    return text.getvalue()

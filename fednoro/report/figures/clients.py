@@ -1,0 +1,111 @@
+"""Figures of the clients over rounds: what each weighs in the new model, and how far it is from a clean one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fednoro.report.axes import Box, draw_x, draw_y, round_ticks, whole_ticks
+from fednoro.report.figures.figure import Cell, Figure, Table, counted
+from fednoro.report.figures.training import stage_bands, thinned, whole
+from fednoro.report.judged import Judged
+from fednoro.report.reading import Recorded
+from fednoro.report.scene import Scene
+from fednoro.types import FloatArray, IntArray
+
+Series = dict[int, tuple[IntArray, FloatArray]]
+SIDES = ("clean", "noisy", "unknown")
+
+
+def weights(run: Recorded, found: Judged | None) -> Figure | None:
+    """Aggregation weight of each client over rounds."""
+    series = {} if run.ledger is None else run.ledger.series("weight")
+    if not series:
+        return None
+    side = _sides(series, found)
+    caption = "Each thin line is a client’s share of the new global model, thick lines are group means. " + _shift(
+        run, series, side
+    )
+    label = f"Aggregation weights of {counted(len(series), 'client')} over rounds."
+    return _lines(run, series, side, ("weights", "Aggregation weights", caption, label, "weight"))
+
+
+def distances(run: Recorded, found: Judged | None) -> Figure | None:
+    """Distance of each client's model to the nearest clean one over rounds."""
+    series = {} if run.ledger is None else run.ledger.series("distance")
+    series = {k: item for k, item in series.items() if item[1].max(initial=0) > 0}
+    if not series:
+        return None
+    side = _sides(series, found)
+    caption = (
+        "How far the weights of each client that looks noisy are from those of the nearest client that looks clean. "
+        "A client’s share of the new model shrinks by exp(−d / largest d). "
+        "Clients that look clean are at 0 and not drawn."
+    )
+    label = f"Distances of {counted(len(series), 'client')} over rounds."
+    return _lines(run, series, side, ("distances", "Distance to the nearest clean model", caption, label, "distance"))
+
+
+def _sides(series: Series, found: Judged | None) -> dict[int, str]:
+    verdict = {} if found is None else dict(zip(found.clients.tolist(), found.noisy.tolist(), strict=True))
+    return {k: "unknown" if k not in verdict else "noisy" if verdict[k] else "clean" for k in series}
+
+
+def _shift(run: Recorded, series: Series, side: dict[int, str]) -> str:
+    flagged = [k for k in series if side[k] == "noisy"]
+    if run.holdings is None or not flagged:
+        return "This method weighs clients by their size alone." if not flagged else ""
+    sizes = run.holdings.observed.sum(axis=1)
+    last = max(int(rounds[-1]) for rounds, _ in series.values())
+    present = [k for k, (rounds, _) in series.items() if rounds[-1] == last]
+    share = sum(float(series[k][1][-1]) for k in present if k in flagged)
+    images = sizes[[k for k in present if k in flagged]].sum() / max(sizes[present].sum(), 1)
+    return (
+        f"Clients that look noisy hold {images:.0%} of the images that took part in round {last} "
+        f"and had {share:.0%} of the weight there."
+    )
+
+
+def _lines(run: Recorded, series: Series, side: dict[int, str], words: Sequence[str]) -> Figure:
+    name, title, caption, label, unit = words
+    top = max(float(values.max()) for _, values in series.values()) * 1.06 or 1.0
+    first = min(int(rounds[0]) for rounds, _ in series.values())
+    end = max(run.planned, max(int(rounds[-1]) for rounds, _ in series.values()))
+    groups = {s: [k for k in series if side[k] == s] for s in SIDES}
+    means = {s: _mean(series, members) for s, members in groups.items() if len(members) > 1}
+
+    def draw(width: float) -> Scene:
+        box = Box(52, 30, width - 12, 30 + (250 if width > 600 else 200))
+        scene = Scene(width, box.bottom + 62)
+        x, y = box.scales((first, max(end, first + 1)), (0, top))
+        if first == 1:
+            stage_bands(scene, run, box, x)
+        draw_y(scene, box, y, round_ticks(0, top), lambda v: f"{v:g}", unit)
+        draw_x(scene, box, x, whole_ticks(first, end), whole, "round")
+        for k, (rounds, values) in series.items():
+            shown = thinned(len(rounds), 600 if len(series) <= 50 else 150)
+            tip = f"{run.names[k]}: {unit} {values[0]:.3g} in round {rounds[0]}, {values[-1]:.3g} in round {rounds[-1]}"
+            points = [(x(int(rounds[i])), y(float(values[i]))) for i in shown]
+            scene.line(points, f"{side[k]}line", tip=tip, series=side[k])
+            if len(points) == 1:
+                scene.circle(*points[0], 2.5, side[k], tip=tip, series=side[k])
+        for s, (rounds, values) in means.items():
+            scene.line([(x(int(rounds[i])), y(float(values[i]))) for i in thinned(len(rounds))], f"{s}mean", series=s)
+        said = {"clean": "looks clean", "noisy": "looks noisy", "unknown": "client"}
+        scene.legend(box.left, box.bottom + 56, [(f"{s}mean", said[s], s) for s in SIDES if groups[s]])
+        return scene
+
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (run.names[k], side[k], len(rounds), *(f"{v:.4g}" for v in (values[0], values.mean(), values[-1])))
+        for k, (rounds, values) in series.items()
+    )
+    table = Table(("client", "verdict", "rounds", "first", "mean", "last"), rows, "The whole series is in clients.csv.")
+    return Figure(name, title, caption, label, draw, table)
+
+
+def _mean(series: Series, members: list[int]) -> tuple[IntArray, FloatArray]:
+    rounds = np.concatenate([series[k][0] for k in members])
+    values = np.concatenate([series[k][1] for k in members])
+    seen, place = np.unique(rounds, return_inverse=True)
+    return seen, np.bincount(place, weights=values) / np.bincount(place)

@@ -1,0 +1,56 @@
+"""What every figure is: a drawing at any width, a caption in words, and the same numbers as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fednoro.report.scene import Scene, shortened
+
+WIDE, NARROW = 932.0, 344.0  # what a desk and a phone have room for
+
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A figure's numbers: the text alternative."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the report."""
+
+    id: str
+    title: str
+    caption: str
+    label: str  # what a screen reader says in place of the drawing
+    draw: Callable[[float], Scene]
+    table: Table
+    columns: int = 0  # of a grid of clients; where they are many, a phone scrolls the wide drawing
+
+
+def listed(words: Sequence[str], most: int = 12) -> str:
+    """A list as it is said: a, b and c; what is beyond `most` is counted."""
+    words = list(words)
+    if len(words) > most:
+        return f"{', '.join(words[:most])} and {len(words) - most} more"
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def counted(number: int, thing: str, things: str = "") -> str:
+    """1 client, 2 clients."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def quoted(name: str) -> str:
+    """A class as it is named within a sentence, where a bare 7 would be read as a number."""
+    return f"“{shortened(name, 40)}”"
+
+
+def is_are(number: int) -> str:
+    return "is" if number == 1 else "are"

@@ -1,0 +1,138 @@
+"""The report: one self-contained HTML file from a run folder."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fednoro.files import write_whole
+from fednoro.report import palette
+from fednoro.report.figures import figures
+from fednoro.report.figures.figure import NARROW, WIDE, Cell, Figure, counted
+from fednoro.report.figures.training import duration
+from fednoro.report.findings import findings
+from fednoro.report.judged import judged
+from fednoro.report.reading import Recorded, read
+from fednoro.report.scene import printable
+
+MANY = 130  # clients side by side, more than a phone has room for even when scrolled
+REFRESH = 5  # seconds between reloads of the page of a run that goes on
+MOST_COLUMNS = 66  # of a table on the page
+_NUMBER = re.compile(r"–|[-+]?[\d.,]+(e-?\d+)?%?( (±|to|of) [-+]?[\d.]+)?")
+
+
+@cache
+def environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("fednoro.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    made.filters.update(clean=printable, cell=_cell, numeric=_numeric_columns)
+    return made
+
+
+def render(path: str | Path, watching: bool = False) -> str:
+    """The report as HTML; with `watching`, a page of an unfinished run reloads itself."""
+    run = read(path)
+    found = None
+    try:
+        found = judged(run)
+    except Exception as error:  # damage of a kind not thought of: the rest of the report must still come
+        run.missing.append(("detection.json", f"cannot be used: {type(error).__name__}"))
+    drawn: dict[str, list[dict[str, Any]]] = {}
+    for section, figure in figures(run, found):
+        drawn.setdefault(section, []).append(drawing(figure))
+    return page(
+        "report.html",
+        title=run.name,
+        run=run,
+        found=findings(run, found),
+        sections=drawn,
+        subtitle=_subtitle(run),
+        environment=_environment(run),
+        refresh=REFRESH if watching and run.status != "finished" else None,
+    )
+
+
+def write(path: str | Path, watching: bool = False) -> Path:
+    """Writes report.html into the run folder, completely or not at all."""
+    target = Path(path).expanduser() / "report.html"
+    write_whole(target, render(path, watching).encode("utf-8", "replace"))
+    return target
+
+
+def page(template: str, **facts: Any) -> str:
+    """A template with the shared style and script; a policy in it lets no other script run and nothing be fetched."""
+    script = _text("script.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    style = f"{palette.css()}\n{_text('style.css')}"
+    shared = {"style": Markup(style), "script": Markup(script), "policy": policy, "refresh": None}
+    return environment().get_template(template).render(**{**shared, **facts})
+
+
+def drawing(figure: Figure) -> dict[str, Any]:
+    """A figure as the templates want it: drawn for a desk and for a phone."""
+    large = figure.columns > MANY
+    wide = figure.draw(WIDE)
+    drawn = [wide.svg(figure.label, "both over" if large else "wide")]
+    if not large:
+        narrow = figure.draw(NARROW)
+        drawn.append(narrow.svg(figure.label, "narrow over" if narrow.width > NARROW else "narrow"))
+    table = figure.table
+    columns = len(table.head)
+    head, rows = table.head[:MOST_COLUMNS], [row[:MOST_COLUMNS] for row in table.rows]
+    note = table.note + (f" The first {MOST_COLUMNS} of {columns} columns." if columns > MOST_COLUMNS else "")
+    return {"figure": figure, "svg": drawn, "head": head, "rows": rows, "note": note.strip()}
+
+
+def _text(name: str) -> str:
+    return (files("fednoro.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _subtitle(run: Recorded) -> list[str]:
+    facts = [f"{run.choice('method')} on {run.choice('data')}" if run.config else "configuration unknown"]
+    if run.holdings is not None:
+        facts.append(counted(len(run.holdings.names), "client"))
+        facts.append(counted(len(run.holdings.classes), "class", "classes"))
+    facts.append(f"noise {run.choice('noise')}" if run.config else "")
+    facts.append(f"seed {run.config['seed']}" if "seed" in run.config else "")
+    seconds = sum(record["seconds"] for record in run.rounds)
+    facts.append(f"{counted(len(run.rounds), 'round')} in {duration(seconds)}" if run.rounds else "")
+    facts.append({"finished": "", "running": "running now", "unfinished": "stopped before its end"}[run.status])
+    return [fact for fact in facts if fact]
+
+
+def _environment(run: Recorded) -> list[tuple[str, str]]:
+    rows = []
+    for key, value in run.environment.items():
+        if isinstance(value, dict):
+            rows += [(str(name), str(version)) for name, version in value.items()]
+        elif isinstance(value, list):
+            rows.append((str(key), " ".join(map(str, value))))
+        else:
+            rows.append((str(key), value if isinstance(value, str) else json.dumps(value)))
+    return rows
+
+
+def _cell(value: Cell) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    return f"{value:g}" if isinstance(value, float) else printable(str(value))
+
+
+def _numeric_columns(rows: Sequence[Sequence[Cell]]) -> set[int]:
+    """Which columns hold numbers alone, and are set to the right."""
+    columns = zip(*rows, strict=True)
+    return {at for at, column in enumerate(columns) if at and all(_NUMBER.fullmatch(_cell(value)) for value in column)}
