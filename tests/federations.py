@@ -38,8 +38,8 @@ def variants() -> Iterator[Any]:
         yield pytest.param(small(cls), id=name)
         hints = get_type_hints(cls)
         for f in dataclasses.fields(cls):
-            if get_origin(hints[f.name]) is Literal:
-                for value in set(get_args(hints[f.name])) - {f.default}:
+            for kind in (hints[f.name], *get_args(hints[f.name])):  # also in `Literal[…] | None`
+                for value in set(get_args(kind)) - {f.default} if get_origin(kind) is Literal else ():
                     yield pytest.param(small(cls, **{f.name: value}), id=f"{name}-{f.name}={value}")
 
 

@@ -216,3 +216,34 @@ assert "fednoro.config" not in sys.modules and "fednoro.experiment" not in sys.m
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_plus_prints_what_each_detector_found_and_what_each_method_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = [
+        "method.warmup=1",
+        "train.rounds=2",
+        "train.epochs=1",
+        "noise.epochs=1",
+        "partition.clients=4",
+        "device=cpu",
+    ]
+    asked = ["--rates", "0", "0.5", "--ranges", "0.3-0.5", "0.5-0.7", "--seeds", "1", "--jobs", "1"]
+    both = ["--detectors", "paper", "calibrated", "--methods", "fednoro", "fednoro-plus", "--out", str(tmp_path)]
+    threads = torch.get_num_threads()
+    benchmark("plus").main([*asked, *both, *short])
+    torch.set_num_threads(threads)
+    out = capsys.readouterr().out
+    found, reached = out.split("\n\n")[1:3]
+    spans = [("0", "(0.3, 0.5)"), ("0.5", "(0.3, 0.5)"), ("0.5", "(0.5, 0.7)")]  # without noise there is one range
+    kinds = [
+        [(*span, kind) for span in spans for kind in two]
+        for two in (("paper", "calibrated"), ("fednoro", "fednoro-plus"))
+    ]
+    *detected, _, _ = lines(found)
+    assert [tuple(row[:3]) for row in detected] == kinds[0]
+    assert [tuple(row[:3]) for row in lines(reached)] == kinds[1]
+    assert all(10 < number(row[3]) < 100 and number(row[8]) > 0 for row in lines(reached))
+    benchmark("plus").main([*asked, *both, *short])
+    assert capsys.readouterr().out == out, "finished runs are read, not played again"

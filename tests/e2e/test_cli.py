@@ -148,7 +148,7 @@ def test_the_run_folder_holds_what_it_should(finished: tuple[Ended, Path]) -> No
     folder = finished[1]
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml", "environment.json", "split.csv", "split.npz", "rounds.jsonl", "clients.csv", "detection.json",
-        "checkpoints", "model.safetensors", "result.json", ".lock",
+        "checkpoints", "model.safetensors", "result.json", "report.html", ".lock",
     }  # fmt: skip
     made = resolve(folder / "config.yaml")
     assert made == resolve(TINY[0], [*TINY[1:], f"out={folder.parent}"])
@@ -598,6 +598,6 @@ def test_warnings_reach_whoever_runs_from_python(tmp_path: Path) -> None:
 
 
 def test_names_that_the_package_lacks_are_ordinary_attribute_errors() -> None:
-    assert set(fednoro.__all__) <= {"Run", "load", "resume", "run"}
+    assert set(fednoro.__all__) <= {"Run", "load", "load_model", "resume", "run"}
     with pytest.raises(AttributeError, match="has no attribute 'walk'"):
         fednoro.walk  # noqa: B018

@@ -26,7 +26,7 @@ FOLDER_PRESETS = sorted(set(presets()) - {"digits"})
 NEEDED = {  # options without a default
     "noise.transition": ["noise.matrix=[[0.9, 0.1], [0.2, 0.8]]"],
     "noise.from_file": ["noise.path=labels.csv"],
-    **{f"data.{name}": ["data.path=images"] for name in SOURCES if name not in ("digits", "synthetic")},
+    **{f"data.{name}": ["data.path=images"] for name in SOURCES if name not in ("digits", "synthetic", "sites")},
 }
 
 

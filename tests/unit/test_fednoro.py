@@ -535,6 +535,71 @@ def test_clean_clients_do_not_look_at_the_received_model() -> None:
     assert torch.equal(SMALL.loss(elsewhere), value)
 
 
+# The pieces of stage 2, as the ablation takes them away
+
+FLAGGED = {0: False, 1: False, 2: True, 3: True, 4: True}
+
+
+def asked_in_stage_two(method: Method, **options: Any) -> dict[int, float | None]:
+    _, asked = turns(method, state(5, memo=told(FLAGGED)), **options)
+    assert [name for name, _, _ in asked] == ["train"]
+    return asked[0][2]
+
+
+def test_flagged_clients_distil_train_as_the_others_or_are_left_out() -> None:
+    lam = SMALL.lam(state(5))
+    assert lam > 0
+    assert asked_in_stage_two(SMALL) == {k: lam if noisy else None for k, noisy in FLAGGED.items()}
+    assert asked_in_stage_two(FedNoRo(warmup=2, noisy_clients="train")) == dict.fromkeys(range(5))
+    assert asked_in_stage_two(FedNoRo(warmup=2, noisy_clients="leave_out")) == {0: None, 1: None}
+
+
+def test_where_only_flagged_clients_can_be_asked_they_are_not_left_out() -> None:
+    method = FedNoRo(warmup=2, noisy_clients="leave_out")
+    everyone = state(5, memo=told(dict.fromkeys(range(3), True)))
+    played, asked = turns(method, everyone, clients=range(3))
+    assert asked[0][2] == dict.fromkeys(range(3)), "and they train as the clean ones would"
+    assert any("no clean client took part" in message for message in played[0].warnings)
+
+
+@pytest.mark.parametrize("noisy_clients", ["distil", "train", "leave_out"])
+@pytest.mark.parametrize("aggregation", ["distance", "size"])
+def test_pieces_of_stage_two_as_re_derived(noisy_clients: Any, aggregation: Any) -> None:
+    rng = np.random.default_rng(2)
+    values, sizes = rng.normal(size=(5, 6)).astype(np.float32), [3, 8, 5, 9, 2]
+    kept = [k for k, noisy in FLAGGED.items() if not (noisy and noisy_clients == "leave_out")]
+    replies = [Reply(k, sizes[k], Weights(torch.from_numpy(values[k]), torch.tensor([k]), SEGMENTS)) for k in kept]
+    method = FedNoRo(warmup=2, noisy_clients=noisy_clients, aggregation=aggregation)
+    after = fold(method, state(3, memo=told(FLAGGED)), replies)
+    table, mass = values[kept].astype(np.float64), np.array([sizes[k] for k in kept], dtype=np.float64)
+    shares = mass / mass.sum()
+    if aggregation == "distance" and noisy_clients != "leave_out":
+        shares = daagg_by_hand(table, sizes, list(FLAGGED.values()), "paper")
+    np.testing.assert_allclose([after.notes[k]["weight"] for k in kept], shares, rtol=1e-9)
+    np.testing.assert_allclose(after.model.values.numpy(), shares @ table, rtol=1e-6, atol=1e-7)
+    assert {k for k in kept if "lam" in after.notes[k]} == ({2, 3, 4} if noisy_clients == "distil" else set())
+    assert after.stage == "noise-robust training" and after.round == 4
+
+
+def test_without_distillation_and_distances_stage_two_is_fedla_bit_for_bit() -> None:
+    begin = Lab().start(2, told(FLAGGED))
+    theirs = models(Lab().play(FedLA(), begin))
+    plain = FedNoRo(warmup=2, noisy_clients="train", aggregation="size")
+    ours = models(Lab().play(plain, begin))
+    assert len(ours) == 4 and all(map(equal, ours, theirs))
+    for pieces in ({"noisy_clients": "train"}, {"aggregation": "size"}, {"noisy_clients": "leave_out"}, {}):
+        other = models(Lab().play(FedNoRo(warmup=2, ramp_end=3, **pieces), begin))  # type: ignore[arg-type]
+        assert not equal(other[-1], theirs[-1]), pieces
+
+
+def test_clean_clients_alone_are_fedla_on_them_bit_for_bit() -> None:
+    begin = Lab().start(2, told(FLAGGED))
+    ours = models(Lab().play(FedNoRo(warmup=2, noisy_clients="leave_out"), begin))
+    lab = Lab()
+    theirs = models(list(play(FedLA(), begin, lab.exchange, [0, 1], lambda _: NOTHING)))
+    assert len(ours) == 4 and all(map(equal, ours, theirs))
+
+
 def test_both_kinds_of_step_occur_in_an_ordinary_run() -> None:
     played = Lab().play(SMALL)
     flagged = verdicts(played[-1].state)

@@ -26,7 +26,7 @@ VALUES = 6
 
 
 def weights(value: float = 0.0) -> Weights:
-    return Weights(torch.full((VALUES,), value), torch.tensor([3]), (VALUES,))
+    return Weights(torch.full((VALUES,), float(value)), torch.tensor([3]), (VALUES,))
 
 
 def start(rounds: int = 3, seed: int = 0, round: int = 0) -> State:
@@ -159,6 +159,58 @@ def test_large_but_finite_weights_are_kept() -> None:
     turn = turns(answering(lambda k, task: Reply(k, 1, weights(largest))), range(3), state=start(1))[0]
     assert {answer.status for answer in turn.answers} == {"ok"}
     assert turn.state.model.values.isfinite().all()
+
+
+MALFORMED = {
+    "a shorter model": (Reply(1, 1, Weights(torch.ones(VALUES - 1), torch.tensor([3]))), "a model of 5 values"),
+    "a model in double precision": (Reply(1, 1, Weights(torch.ones(VALUES).double(), torch.tensor([3]))), "float64"),
+    "a model of several rows": (Reply(1, 1, Weights(torch.ones(VALUES, 2), torch.tensor([3]))), "a model of 6 values"),
+    "other counters": (Reply(1, 1, Weights(torch.ones(VALUES), torch.tensor([3, 4]))), "other counters"),
+    "negative counters": (Reply(1, 1, Weights(torch.ones(VALUES), torch.tensor([-1]))), "other counters"),
+    "no images": (Reply(1, 0, weights(1.0)), "says that it has 0 images"),
+    "fewer images than none": (Reply(1, -5, weights(1.0)), "says that it has -5 images"),
+    "a stale round": (Reply(1, 1, weights(1.0), answers=("train", 7)), "train of round 8, asked was train of round 1"),
+    "another task": (Reply(1, 1, weights(1.0), answers=("score", 0)), "score of round 1, asked was train of round 1"),
+    "arrays of other classes": (Reply(1, 1, weights(1.0), arrays={"means": np.zeros(3)}), "means of shape (3,)"),
+    "a number for an array": (Reply(1, 1, weights(1.0), arrays={"means": np.array(0.0)}), "means of shape ()"),
+    "wider arrays": (Reply(1, 1, weights(1.0), arrays={"means": np.zeros((2, 5))}), "expected was (2, 4)"),
+    "a name that nobody has": (Reply(99, 1, weights(1.0)), "without having been asked"),
+}
+
+
+@pytest.mark.parametrize(("sent", "reason"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_reply_is_left_out_and_says_why(sent: Reply, reason: str) -> None:
+    def send(k: int, task: Task) -> Reply:
+        means = np.zeros((2, 4)) if "means" in sent.arrays and reason.endswith("(2, 4)") else np.zeros(2)
+        return sent if k == 1 else Reply(k, 1, weights(float(k)), arrays={"means": means}, answers=("train", 0))
+
+    turn = turns(answering(send), range(3), state=start(1))[0]
+    (left_out,) = [answer for answer in turn.answers if answer.status == "failed"]
+    assert left_out.client == sent.client and reason in left_out.reason
+    assert turn.warnings == (f"client {sent.client} is left out: {left_out.reason}",)
+    assert torch.equal(turn.state.model.values, torch.ones(VALUES)), "the mean of clients 0 and 2"
+
+
+def test_second_answer_of_a_client_does_not_count() -> None:
+    def exchange(method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
+        yield Reply(0, 1, weights(1.0))
+        yield Reply(0, 1, weights(5.0))
+
+    turn = turns(exchange, [0], state=start(1))[0]
+    assert [answer.reason for answer in turn.answers] == ["", "answered twice"]
+    assert torch.equal(turn.state.model.values, torch.ones(VALUES))
+
+
+def test_clients_may_join_between_exchanges() -> None:
+    known = [0, 1]
+
+    def send(k: int, task: Task) -> Reply:
+        if task.round == 1 and 2 not in known:
+            known.append(2)
+        return Reply(k, 1, weights(float(k)))
+
+    played = list(play(Method(), start(3), answering(send), lambda: list(known), lambda _: NOTHING))
+    assert [[a.client for a in turn.answers] for turn in played] == [[0, 1], [0, 1], [0, 1, 2]]
 
 
 def test_one_raising_client_is_left_out_with_its_reason() -> None:

@@ -1,0 +1,107 @@
+"""The documentation: built strictly, without anything from elsewhere, and as the code is."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fednoro.config import presets
+from fednoro.methods import METHODS, Method
+from fednoro.options import allowed
+
+ROOT = Path(__file__).parents[2]
+HEAD = ["| option | default | |", "|---|---|---|"]
+
+
+def option_rows(method: type[Method]) -> list[str]:
+    """What the page on methods has to say about each option."""
+    rows = []
+    for item in dataclasses.fields(method):
+        choices = re.findall(r'"([^"]+)"', str(item.type)) if "Literal" in str(item.type) else []
+        about = [item.metadata["help"], allowed(item), ", ".join(f"`{choice}`" for choice in choices)]
+        text = "; ".join(part for part in about if part).replace("|", "\\|")
+        rows.append(f"| `{item.name}` | {'–' if item.default is None else item.default} | {text} |")
+    return rows
+
+
+def preset_rows() -> list[str]:
+    rows = []
+    for name, line in presets().items():
+        tree = yaml.safe_load((files("fednoro") / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
+        chosen = [
+            f"`{method}`: {', '.join(f'{key} {value}' for key, value in options.items())}"
+            for method, options in tree.get("methods", {}).items()
+        ]
+        rows.append(f"| `{name}` | {line} | {'; '.join(chosen)} |")
+    return rows
+
+
+def section(page: str, heading: str) -> str:
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    assert found, f"docs/methods.md has no section {heading}"
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def methods_page() -> str:
+    return (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_of_every_method_is_documented(name: str, methods_page: str) -> None:
+    told = [line for line in section(methods_page, name).splitlines() if line.startswith("| `")]
+    assert told == option_rows(METHODS[name])
+    assert f"](#{name})" in methods_page, "missing in the table at the top"
+
+
+def test_every_preset_is_documented(methods_page: str) -> None:
+    told = [line for line in section(methods_page, "Presets").splitlines() if line.startswith("| `")]
+    assert told == preset_rows()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(target)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return target
+
+
+def test_the_site_is_built_strictly_with_every_page(site: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert {path.stem for path in site.glob("*.html")} - {"404"} == pages
+    assert not (site / "_site").exists()
+
+
+def test_no_page_asks_for_anything_elsewhere(site: Path) -> None:
+    loads = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^"'> ]+""")
+    for page in site.glob("*.html"):
+        found = [match for match in loads.findall(page.read_text(encoding="utf-8")) if 'rel="canonical"' not in match]
+        assert not found, f"{page.name}: {found[0]}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\(\s*[\"']?https?:", sheet.read_text(encoding="utf-8")), sheet
+
+
+def test_the_example_of_a_method_works_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len([line for line in first.splitlines() if line.strip()]) <= 22
+    monkeypatch.chdir(tmp_path)
+    known = dict(METHODS)
+    try:
+        names: dict[str, Any] = {"__name__": __name__}  # dataclasses look their module up
+        exec(first, names)
+        exec(second.replace('"train.rounds=2"', '"train.rounds=2", "device=cpu", "partition.clients=4"'), names)
+    finally:
+        METHODS.clear()
+        METHODS.update(known)
+    assert len(names["run"].bacc) == 2 and names["run"].config.method.q == 0.5

@@ -1,0 +1,376 @@
+"""FedNoRo+: who is asked what in which stage, what happens to labels, and what a wrong or missing verdict does."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federations import CLASSES, federation, network, same, start
+from rich.console import Console
+
+import fednoro
+from fednoro.display import Terminal
+from fednoro.engine import EagerEngine
+from fednoro.explained import EVIDENCE
+from fednoro.methods import FedLA, FedNoRo, FedNoRoPlus, Method
+from fednoro.methods.fednoro_plus import SOFT, TEACHER
+from fednoro.privacy import Protection, protect
+from fednoro.rounds import Evaluation, Turn, play
+from fednoro.runs import RunFolder
+from fednoro.training import Training
+from fednoro.types import Clients, Failure, Reply, State, Task, UserError, Weights
+from fednoro.verdicts import verdicts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROUNDS, CLIENTS, IMAGES = 9, 5, 24
+METHOD = FedNoRoPlus(warmup=5, watch=3, purge=2)
+NOTHING = Evaluation(np.eye(CLASSES, dtype=np.int64), 0.0)
+
+
+class Lab(EagerEngine):
+    """Clients with plain images; those who are `noisy` were given their labels in random order."""
+
+    def __init__(self, noisy: Sequence[int] = ()) -> None:
+        rng = np.random.default_rng(1)
+        data, clients = federation([rng.permutation(np.arange(IMAGES) % CLASSES).tolist() for _ in range(CLIENTS)])
+        self.truth = {client.id: client.observed.copy() for client in clients}
+        for client in clients:
+            if client.id in noisy:
+                client.observed = rng.permutation(client.observed)
+        training = Training(rounds=ROUNDS, epochs=3, batch=12, lr=0.02)
+        super().__init__(network, data, 1, training, 0, torch.device("cpu"), clients)
+        self.asked: list[tuple[str, int, tuple[int, ...], tuple[int, ...]]] = []  # task, round, who, with soft labels
+        self.away: Any = lambda k, task: False
+
+    def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
+        soft = tuple(k for k, task in tasks.items() if SOFT in task.settings)
+        first = next(iter(tasks.values()))
+        self.asked.append((first.name, first.round, tuple(tasks), soft))
+        there = {k: task for k, task in tasks.items() if not self.away(k, task)}
+        return super().exchange(method, there)
+
+    def play(self, method: Method = METHOD, begin: State | None = None, **options: Any) -> list[Turn]:
+        begin = begin or start(ROUNDS)
+        return list(play(method, begin, self.exchange, sorted(self.clients), lambda _: NOTHING, **options))
+
+    def right(self, k: int) -> float:
+        """The share of a client's soft labels that are true."""
+        return float((self.clients[k].memory[SOFT].argmax(dim=1).numpy() == self.truth[k]).mean())
+
+
+@functools.cache
+def usual(noisy: tuple[int, ...] = (3, 4), method: Method = METHOD) -> tuple[Lab, list[Turn]]:
+    """An undisturbed run, for those who only look."""
+    lab = Lab(noisy)
+    return lab, lab.play(method)
+
+
+def models(played: Sequence[Turn]) -> list[Weights]:
+    return [turn.state.model for turn in played if turn.task == "train"]
+
+
+def told(shares: Mapping[int, float], trust: float = 0.42) -> dict[str, Any]:
+    """A memo that says what each client explains, as detection writes it."""
+    rows = {str(k): {"noisy": e < 0.42, "posterior": float(e < 0.42), "explained": e} for k, e in shares.items()}
+    return {"asked_in": 5, "detector": {"trust": trust}, "detection": {"reason": "told", "cut": 0.42, "clients": rows}}
+
+
+def at(round: int, memo: Mapping[str, Any]) -> State:
+    return replace(start(ROUNDS), round=round, memo=memo)
+
+
+EVERYONE = Clients(tuple(range(CLIENTS)), tuple(range(CLIENTS)))
+TWO_NOISY = {0: 0.8, 1: 0.7, 2: 0.9, 3: 0.1, 4: 0.0}
+
+
+# The stages
+
+
+def test_some_noisy_are_left_out_corrected_once_and_taken_back() -> None:
+    lab, played = usual()
+    everyone, clean, noisy = (0, 1, 2, 3, 4), (0, 1, 2), (3, 4)
+    assert verdicts(played[-1].state) == {0: False, 1: False, 2: False, 3: True, 4: True}
+    assert lab.asked == [
+        *[("train", t, everyone, ()) for t in range(5)],
+        ("score", 5, everyone, ()),
+        ("train", 5, clean, ()),
+        ("train", 6, clean, ()),
+        ("correct", 7, noisy, ()),
+        ("train", 7, everyone, noisy),
+        ("train", 8, everyone, noisy),
+    ]
+    assert [turn.state.stage for turn in played] == [
+        *["warm-up"] * 5, "detection", *["purge"] * 2, "correction", *["training on corrected labels"] * 2
+    ]  # fmt: skip
+    assert not any(turn.warnings for turn in played)
+
+
+def test_correction_brings_most_labels_back_and_says_how_many() -> None:
+    lab, played = usual()
+    correction = next(turn for turn in played if turn.task == "correct")
+    for answer in correction.answers:
+        client = lab.clients[answer.client]
+        before = float((client.observed == lab.truth[answer.client]).mean())
+        assert lab.right(answer.client) > 0.9 > 0.5 > before
+        moved = client.memory[SOFT].argmax(dim=1).numpy() != client.observed
+        assert answer.metrics["relabelled"] == moved.sum() > 0
+    assert SOFT not in lab.clients[0].memory
+    assert torch.equal(lab.clients[3].labels, torch.from_numpy(lab.clients[3].observed)), "what was observed stays"
+
+
+def test_nobody_flagged_is_fedla_to_the_bit_over_a_whole_run() -> None:
+    (lab, ours), (_, theirs) = usual(()), usual((), FedLA())
+    assert not any(verdicts(ours[-1].state).values()) and len(verdicts(ours[-1].state)) == CLIENTS
+    assert len(models(ours)) == ROUNDS and all(map(same, models(ours), models(theirs)))
+    assert {name for name, *_ in lab.asked} == {"train", "score"}
+    assert {turn.state.stage for turn in ours} == {"warm-up", "detection", "training"}
+    assert not same(models(usual()[1])[-1], models(usual((3, 4), FedLA())[1])[-1]), "a flag must make a difference"
+
+
+def test_nobody_flagged_is_fedla_to_the_bit_when_half_are_drawn() -> None:
+    method = FedNoRoPlus(warmup=7, watch=5)
+    ours, theirs = (Lab().play(each, participation=0.6) for each in (method, FedLA()))
+    assert not any(verdicts(ours[-1].state).values())
+    assert all(map(same, models(ours), models(theirs)))
+
+
+def test_everybody_flagged_is_told_and_is_fedla_to_the_bit() -> None:
+    played = Lab(noisy=range(CLIENTS)).play()
+    assert all(verdicts(played[-1].state).values())
+    assert [m for turn in played for m in turn.warnings] == [
+        "every client looks noisy and there is none to learn from: going on as FedLA"
+    ]
+    theirs = Lab(noisy=range(CLIENTS)).play(FedLA())
+    assert all(map(same, models(played), models(theirs)))
+
+
+@pytest.mark.parametrize("wrong", [{0: 0.1}, {3: 0.9}], ids=["a clean client is flagged", "a noisy one is missed"])
+def test_a_wrong_verdict_on_one_client_breaks_nothing(wrong: dict[int, float]) -> None:
+    lab, warm = Lab(noisy=(3, 4)), next(turn.state for turn in usual()[1] if turn.state.round == 5)
+    played = lab.play(begin=replace(warm, memo=told({**TWO_NOISY, **wrong})))
+    assert played[-1].state.round == ROUNDS and not any(turn.warnings for turn in played)
+    corrected = [k for k in lab.clients if SOFT in lab.clients[k].memory]
+    assert corrected == [0, 3, 4] if 0 in wrong else [4]
+    assert all(lab.right(k) > 0.8 for k in corrected), "right labels mostly stay, wrong ones mostly do not"
+    index = np.concatenate([client.index for client in lab.clients.values()])
+    predicted = lab.logits(played[-1].state.model, index).argmax(dim=1).numpy()
+    assert (predicted == np.concatenate(list(lab.truth.values()))).mean() > 0.85
+
+
+# Who is there
+
+
+def test_purge_draws_as_many_as_a_round_would_among_the_clean() -> None:
+    memo = told(TWO_NOISY)
+    rounds = [METHOD.plan(at(t, memo), Clients((0, 1, 2, 3, 4), (3, 4))) for t in (5, 6)]
+    assert all(len(tasks) == 2 and set(tasks) <= {0, 1, 2} for tasks in rounds)
+    other = [tuple(METHOD.plan(replace(at(5, memo), seed=s), Clients(tuple(range(5)), (3, 4)))) for s in range(8)]
+    assert len(set(other)) > 1
+
+
+def test_purge_without_a_clean_client_goes_on_and_says_so() -> None:
+    lab = Lab(noisy=(3, 4))
+    state = at(5, told(TWO_NOISY))
+    assert set(METHOD.plan(state, Clients((3, 4), (3, 4)))) == {3, 4}
+    played = list(play(METHOD, state, lab.exchange, (3, 4), lambda _: NOTHING))
+    assert played[-1].state.round == ROUNDS
+    assert all("no clean client" in " ".join(turn.warnings) for turn in played if turn.task == "train")
+
+
+def test_a_purge_that_lasts_to_the_end_never_brings_the_noisy_back() -> None:
+    lab = Lab(noisy=(3, 4))
+    lab.play(replace(METHOD, purge=50))
+    assert all(who == (0, 1, 2) for name, t, who, _ in lab.asked if t >= 5 and name == "train")
+    assert all(name != "correct" for name, *_ in lab.asked)
+
+
+def test_without_a_purge_the_warm_up_model_teaches() -> None:
+    lab = Lab(noisy=(3, 4))
+    played = lab.play(replace(METHOD, purge=0))
+    assert [name for name, *_ in lab.asked][5:8] == ["score", "correct", "train"]
+    assert TEACHER not in played[-1].state.kept and SOFT in lab.clients[3].memory
+
+
+@pytest.mark.parametrize(("rounds", "purge", "ends"), [(95, None, 25), (12, None, 7), (6, None, 6), (40, 7, 12)])
+def test_purge_takes_two_ninths_of_what_follows_unless_it_is_set(rounds: int, purge: int | None, ends: int) -> None:
+    assert FedNoRoPlus(warmup=5, purge=purge).purged(rounds) == ends
+
+
+def test_a_client_that_misses_the_scoring_is_judged_later_by_the_same_cut() -> None:
+    lab = Lab(noisy=(3, 4))
+    lab.away = lambda k, task: k in (2, 4) and (task.round < 5 or (task.name == "score" and task.round == 5))
+    played = lab.play()
+    first, second = [turn.state.memo for turn in played if turn.task == "score"]
+    assert [who for name, _, who, _ in lab.asked if name == "score"] == [(0, 1, 2, 3, 4), (2, 4)]
+    assert first["detection"]["clients"].keys() == {"0", "1", "3"}
+    assert [who for name, t, who, _ in lab.asked if name == "train" and t == 5] == [(0, 1)], "not trusted meanwhile"
+    assert second["detection"]["cut"] == first["detection"]["cut"]
+    assert {k: row["noisy"] for k, row in second["detection"]["clients"].items()} == {
+        "0": False, "1": False, "2": False, "3": True, "4": True
+    }  # fmt: skip
+    assert second["detection"]["clients"]["2"]["round"] == 6
+
+
+def test_a_client_that_misses_the_correction_corrects_itself_and_is_asked_again() -> None:
+    lab = Lab(noisy=(3, 4))
+    lab.away = lambda k, task: k == 4 and task.name == "correct" and task.round == 7
+    played = lab.play()
+    assert [(t, who) for name, t, who, _ in lab.asked if name == "correct"] == [(7, (3, 4)), (8, (4,))]
+    assert [soft for name, t, _, soft in lab.asked if name == "train" and t >= 7] == [(3, 4)] * 2
+    assert played[-1].state.memo["corrected"] == [3, 4] and lab.right(4) > 0.8
+
+
+def test_nobody_can_ever_be_judged_is_fedla() -> None:
+    lab = Lab(noisy=(3, 4))
+    lab.away = lambda k, task: task.name == "score"
+    played = lab.play()
+    assert verdicts(played[-1].state) == {}
+    assert all(map(same, models(played), models(usual((3, 4), FedLA())[1])))
+    said = [turn.warnings for turn in played if turn.task == "score"]
+    assert len(said) == ROUNDS - 5 and all("no client could be scored" in warnings[0] for warnings in said)
+
+
+def test_a_round_of_the_purge_without_answers_keeps_model_and_teacher() -> None:
+    lab = Lab(noisy=(3, 4))
+    lab.away = lambda k, task: task.round == 6
+    before, after = [turn.state for turn in lab.play() if turn.task == "train"][5:7]
+    assert same(before.model, after.model) and same(before.kept[TEACHER], after.kept[TEACHER])
+
+
+# Labels stay corrected
+
+
+def test_labels_are_corrected_once_and_kept_through_a_stop_in_any_stage(tmp_path: Path) -> None:
+    lab, whole = Lab(noisy=(3, 4)), list[Turn]()
+    for number, turn in enumerate(play(METHOD, start(ROUNDS), lab.exchange, range(CLIENTS), lambda _: NOTHING)):
+        folder = RunFolder(tmp_path / str(number))
+        folder.create()
+        folder.save(turn.state, lab.clients)
+        whole.append(turn)
+    soft = {k: lab.clients[k].memory[SOFT] for k in (3, 4)}
+    for number in (3, 5, 6, 8, 9):  # watching, judged, purged once, corrected, trained on that
+        again = Lab(noisy=(3, 4))
+        state = RunFolder(tmp_path / str(number)).restore(again.clients)
+        assert state is not None
+        rest = again.play(begin=state)
+        assert same(rest[-1].state.model, whole[-1].state.model) and rest[-1].state.memo == whole[-1].state.memo
+        assert all(torch.equal(again.clients[k].memory[SOFT], soft[k]) for k in (3, 4))
+        corrections = [name for name, *_ in again.asked].count("correct")
+        assert corrections == (number < [t.task for t in whole].index("correct")), whole[number].state.stage
+
+
+# What leaves a site
+
+
+def test_training_says_nothing_more_than_fedla_and_scoring_three_numbers() -> None:
+    lab, task = Lab(), Task("train", 4, start().model, {"watch": 0})
+    site = lab.site(lab.clients[0])
+    reply = METHOD.work(task, site)
+    assert reply.metrics.keys() == {"loss"} and not reply.arrays and EVIDENCE in site.memory
+    scored = METHOD.work(replace(task, name="score"), site)
+    assert scored.metrics.keys() == {"left", "left_error", "left_replica"}
+    assert scored.weights is None and not scored.arrays
+
+
+@pytest.mark.parametrize("wanted", [Protection(min_count=3), Protection(score_epsilon=1.0)])
+@pytest.mark.parametrize("method", [METHOD, FedNoRo(warmup=5, detector="calibrated")], ids=["plus", "calibrated"])
+def test_a_site_that_holds_back_refuses_to_be_scored_by_what_it_explains(method: Method, wanted: Protection) -> None:
+    lab = Lab()
+    site = lab.site(lab.clients[0])
+    site.memory[EVIDENCE] = torch.tensor([0.1, 0.1, 0.9], dtype=torch.float64)
+
+    def answer(task: Task) -> Reply:
+        protected, asked = protect(method, task, wanted)
+        return protected.work(asked, site)
+
+    with pytest.raises(UserError, match=r"cannot|protect"):
+        answer(Task("score", 5, start().model, {"watch": 0}))
+    trained = answer(Task("train", 4, start().model, {"watch": 0}))
+    assert trained.weights is not None and trained.metrics.keys() == {"loss"}
+
+
+# FedNoRo with this detector
+
+CALIBRATED = FedNoRo(warmup=5, detector="calibrated")
+
+
+def test_fednoro_takes_the_same_evidence_and_the_same_cut() -> None:
+    a, b = (Lab(noisy=(3, 4)).play(method) for method in (replace(METHOD, watch=5), CALIBRATED))
+    assert a[-1].state.memo["detection"] == b[-1].state.memo["detection"]
+    assert verdicts(b[-1].state) == {0: False, 1: False, 2: False, 3: True, 4: True}
+    stages = [turn.state.stage for turn in b]
+    assert stages == [*["warm-up"] * 5, "detection", *["noise-robust training"] * 4]
+    lams = [{k for k, note in turn.state.notes.items() if "lam" in note} for turn in b if turn.task == "train"]
+    assert lams == [*[set()] * 5, *[{3, 4}] * 4]
+
+
+def test_fednoro_is_fedla_to_the_bit_where_this_detector_flags_nobody() -> None:
+    ours, theirs = Lab().play(CALIBRATED), usual((), FedLA())[1]
+    assert not any(verdicts(ours[-1].state).values())
+    assert all(map(same, models(ours), models(theirs)))
+
+
+@pytest.mark.parametrize("rule", ["paper", "reference"])
+def test_a_detector_may_be_named_without_the_rest_of_its_behaviour(rule: Any) -> None:
+    named, whole = (Lab(noisy=(3, 4)).play(FedNoRo(warmup=5, **{key: rule})) for key in ("detector", "behaviour"))
+    detected = [next(t.state for t in played if t.task == "score").memo for played in (named, whole)]
+    assert detected[0] == detected[1]
+    assert same(models(named)[-1], models(whole)[-1]) == (rule == "paper")
+
+
+@pytest.mark.parametrize("options", [{"score_epsilon": 1.0}, {"score_min_count": 3}])
+def test_protection_that_this_detector_cannot_give_is_refused_at_the_start(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"method\.detector=calibrated .* set method\.detector=paper"):
+        FedNoRo(warmup=5, detector="calibrated", **options).check(10)
+    FedNoRo(warmup=5, **options).check(10)
+
+
+@pytest.mark.parametrize(("warmup", "rounds"), [(5, 5), (6, 5)])
+def test_a_warm_up_that_leaves_no_round_is_refused(warmup: int, rounds: int) -> None:
+    with pytest.raises(UserError, match=rf"method\.warmup must be below train\.rounds \({rounds}\), got {warmup}"):
+        FedNoRoPlus(warmup=warmup).check(rounds)
+    FedNoRoPlus(warmup=warmup).check(warmup + 1)
+
+
+def test_a_client_whose_measures_were_never_numbers_measures_anew() -> None:
+    lab = Lab(noisy=(3, 4))
+    for k in (1, 3):
+        lab.clients[k].memory[EVIDENCE] = torch.full((3,), math.inf, dtype=torch.float64)
+    begin = at(5, {})
+    state = next(iter(play(METHOD, begin, lab.exchange, range(CLIENTS), lambda _: NOTHING))).state
+    assert state.memo["detection"]["clients"].keys() == {"0", "1", "2", "3", "4"}
+
+
+# What people read
+
+
+@pytest.mark.parametrize("method", ["method=fednoro-plus", "method.detector=calibrated"])
+def test_verdicts_are_shown_and_written_though_there_are_no_class_losses(method: str, tmp_path: Path) -> None:
+    text = io.StringIO()
+    short = ["train.rounds=3", "method.warmup=2", "noise.epochs=1", "train.epochs=1", "partition.clients=4"]
+    watcher = Terminal(Console(file=text, width=120))
+    run = fednoro.run("digits", method, *short, "device=cpu", f"out={tmp_path}", watcher=watcher)
+    found = json.loads((run.folder / "detection.json").read_text())
+    assert run.detection == found and "explained shares" in found["reason"] and 0.35 <= found["cut"] <= 0.5
+    lines = text.getvalue().splitlines()
+    assert any(f"after round 2: {found['reason']}" in line for line in lines)
+    for k, row in found["clients"].items():
+        name, size = run.federation.names[int(k)], len(run.federation.parts[int(k)])
+        (shown,) = (line.split("│") for line in lines if line.startswith(f"│ {name}"))
+        assert int(shown[2]) == size and shown[4].strip() == ("noisy" if row["noisy"] else "clean")
+    with (run.folder / "clients.csv").open(newline="") as file:
+        scored = {row["client"]: row for row in csv.DictReader(file) if row["task"] == "score"}
+    assert {k: float(row["left"]) for k, row in scored.items()} == pytest.approx(
+        {k: row["left"] for k, row in found["clients"].items()}, rel=1e-5
+    )
