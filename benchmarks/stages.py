@@ -101,7 +101,7 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
     watch, told = Stopwatch(), list[str]()
     with watch.part("start-up"):
         from benchmarks.machine import describe
-        from fednoro import experiment
+        from fednoro import conduct, experiment
         from fednoro.config import resolve
         from fednoro.engine import Hardware, choose_device
         from fednoro.federation import Federation
@@ -128,8 +128,8 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
         (type(config.data), "load", "data"),
         (experiment, "assemble", "data"),
         (experiment, "fingerprint", "data"),
-        (experiment._Lab, "annotate", "annotators"),
-        (experiment._Lab, "network", built),
+        (experiment.Lab, "annotate", "annotators"),
+        (experiment.Lab, "network", built),
         (Hardware, "engine", "start-up"),
         (experiment, "_recalibrated", "start-up"),
         (type(config.method), "fold", folded),
@@ -138,7 +138,7 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
         (experiment, "environment", "files"),
         (experiment, "write_json", "files"),
         (experiment, "write_whole", "files"),
-        (experiment, "_finish", "files"),
+        (experiment, "finish", "files"),
         *((RunFolder, name, "files") for name in ("create", "lock", "restore", "record", "snapshot")),
         (Saver, "write", "files"),
         (Saver, "wait", "files"),
@@ -146,7 +146,7 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
     with ExitStack() as stack:
         for owner, name, part in doors:
             stack.enter_context(patch.object(owner, name, watch.inside(part, getattr(owner, name))))
-        stack.enter_context(patch.object(experiment, "play", watched_play))
+        stack.enter_context(patch.object(conduct, "play", watched_play))
         experiment.run(config, watcher=Told())
     watch.stop()
     wall = time.perf_counter() - began
