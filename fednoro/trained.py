@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from fednoro.conduct import Run
 from fednoro.config import Config, resolve, section_name
-from fednoro.data.dicom import decode_dicom, is_dicom
-from fednoro.data.pixels import decode_image
+from fednoro.data.folder import decode_file
 from fednoro.engine.images import Images
 from fednoro.models import Resnet18, initialise
 from fednoro.training import Augment, normalisation
@@ -82,7 +81,7 @@ class Trained:
         height, width, channels = self.image
         if height != width:
             raise UserError(f"{self.folder} was trained on images of {height}×{width}: only squares can be made")
-        return partial(_decode, size=height, channels=channels, **self._decoding)
+        return partial(decode_file, size=height, grey=channels == 1, **self._decoding)
 
     def batch(self, images: NDArray[np.uint8]) -> Tensor:
         """The network's input for N×H×W×C images, by what the training used."""
@@ -148,10 +147,3 @@ def _settings(manifest: Path) -> dict[str, Any]:
         return dict(json.loads(manifest.read_text(encoding="utf-8"))["settings"])
     except (OSError, KeyError, TypeError, ValueError):
         return {}
-
-
-def _decode(data: bytes, size: int, channels: int, crop: Any, window: Any) -> NDArray[np.uint8]:
-    if not is_dicom(data):
-        return decode_image(data, size, crop, "L" if channels == 1 else "RGB")
-    image = decode_dicom(data, size, window, crop)
-    return image if image.shape[2] == channels else np.repeat(image, channels, axis=2)

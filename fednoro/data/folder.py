@@ -82,11 +82,11 @@ class Folder(Options):
             settings={"size": self.size, "crop": self.crop, "grey": self.grey, "window": self.window},
             processes=not kinds <= _PICTURES,
         )
-        decode = partial(_decode, size=self.size, crop=self.crop, grey=self.grey, window=self.window)
+        decode = partial(decode_file, size=self.size, crop=self.crop, grey=self.grey, window=self.window)
         return Plan(recipe, decode, _left_out(tree, records, listed=self.csv is not None))
 
 
-def _decode(data: bytes, size: int, crop: Crop, grey: bool, window: Window) -> NDArray[np.uint8]:
+def decode_file(data: bytes, size: int, crop: Crop, grey: bool, window: Window) -> NDArray[np.uint8]:
     """By what the file holds, not by what its name says."""
     from fednoro.data.dicom import decode_dicom, is_dicom
 

@@ -97,7 +97,7 @@ class FedNoRoPlus(Method):
             return replace(state, memo=memo, stage="correction", notes={})
         if state.round < self.warmup:
             return replace(super().fold(state, replies), stage="warm-up")
-        noisy, flagged = suspects(state, replies.asked), any(verdicts(state).values())
+        noisy, flagged = suspects(state, replies.asked), bool(suspects(state, verdicts(state)))
         if state.round < self.purged(state.rounds):
             if noisy:
                 warnings.warn("no clean client to train on: noisy ones take part", FedNoRoWarning, stacklevel=2)

@@ -151,6 +151,7 @@ def test_everybody_flagged_is_told_and_is_fedla_to_the_bit() -> None:
     assert [m for turn in played for m in turn.warnings] == [
         "every client looks noisy and there is none to learn from: going on as FedLA"
     ]
+    assert {turn.state.stage for turn in played} == {"warm-up", "detection", "training"}
     theirs = Lab(noisy=range(CLIENTS)).play(FedLA())
     assert all(map(same, models(played), models(theirs)))
 
