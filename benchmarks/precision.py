@@ -1,6 +1,6 @@
 """Whole runs in one precision against another, on the same seeds: how far apart their results are.
 
-python -m benchmarks.precision [PRESET] [--seeds 3] [--precisions fp32 bf16] [key=value …]
+python -m benchmarks.precision [PRESET] [--first 0] [--seeds 3] [--precisions fp32 bf16] [key=value …]
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints each run as it ends, then a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", nargs="?", default="ham10000")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--precisions", nargs=2, default=["fp32", "bf16"])
     parser.add_argument("overrides", nargs="*", help="key=value")
     options = parser.parse_intermixed_args(arguments)
     rows, best, last = list[list[str]](), list[float](), list[float]()
     with tempfile.TemporaryDirectory(prefix="fednoro-") as out:
-        for seed in range(options.seeds):
+        for seed in range(options.first, options.first + options.seeds):
             pair = []
             for number, precision in enumerate(options.precisions):
                 began = time.perf_counter()
