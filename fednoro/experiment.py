@@ -21,7 +21,7 @@ from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, wa
 from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.data.dataset import Dataset
 from fednoro.data.split import write_split
-from fednoro.engine import EagerEngine, Hardware, choose_device, worthwhile_threads
+from fednoro.engine import EagerEngine, Hardware, choose_device, release_memory, worthwhile_threads
 from fednoro.federation import Federation, assemble, fingerprint
 from fednoro.files import disk_errors, write_json, write_whole
 from fednoro.methods import Method
@@ -125,8 +125,7 @@ def _train(folder: RunFolder, lab: Lab, start: Weights, watcher: Watcher) -> Run
         engine.serve(clients.values())
         state = folder.restore(clients)
         if state is None:
-            if config.model.recalibrate:
-                start = _recalibrated(start, engine, watcher)
+            start = lab.calibrated(start)
             state = State(start, 0, config.train.rounds, len(dataset.classes), config.seed)
     state = to_device(state, engine.device)
 
@@ -184,6 +183,10 @@ class Lab:
         config = self.config
         return hardware.engine(self.network, self.dataset, self.inputs, config.train, config.seed)
 
+    def calibrated(self, start: Weights) -> Weights:
+        """What training starts from: `start`, with the BatchNorm statistics of the engine's clients where asked."""
+        return _recalibrated(start, self.engine, self.watcher) if self.config.model.recalibrate else start
+
     def federate(self, folder: Path) -> Federation:
         """Makes the federation that the configuration describes: split.npz and split.csv in `folder`."""
         config = self.config
@@ -211,6 +214,9 @@ class Lab:
                     raise item.error or RuntimeError(item.reason)
                 opinions[item.client] = torch.as_tensor(item.metrics["p"]).cpu().numpy()
                 self.watcher.progress("training annotators for the noisy clients", len(opinions), len(todo))
+        if not exact:
+            del engine, tasks
+            release_memory()
         return opinions
 
 

@@ -11,7 +11,6 @@ again costs nothing, and one that was stopped goes on from its checkpoint.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import io
 import json
@@ -21,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
@@ -341,10 +339,3 @@ def _readable(config: Config) -> str:
 
 def _digest(known: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def forget() -> None:
-    """Gives GPU memory back between two jobs of one process."""
-    gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()

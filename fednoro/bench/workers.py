@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from fednoro.bench.jobs import Job, forget
+from fednoro.bench.jobs import Job
 from fednoro.config import Config
+from fednoro.engine import release_memory
 from fednoro.experiment import Run, Watcher
 from fednoro.federation import Federation
 from fednoro.files import write_whole
@@ -105,7 +106,7 @@ def _performed(job: Job, watcher: Watcher, errors: Path) -> str | None:
         write_whole(path, traceback.format_exc().encode())
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]} (see {path})"
     finally:
-        forget()
+        release_memory()
     return None
 
 

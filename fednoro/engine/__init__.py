@@ -17,12 +17,14 @@ from fednoro.engine.cpu import CpuEngine
 from fednoro.engine.cuda import CudaEngine
 from fednoro.engine.eager import EagerEngine
 from fednoro.engine.graphs import Precision
+from fednoro.engine.streams import release_memory
 from fednoro.engine.threads import worthwhile_threads
 from fednoro.training import Training
 from fednoro.types import FedNoRoWarning, UserError
 
 __all__ = [
-    "CpuEngine", "CudaEngine", "EagerEngine", "Hardware", "Kind", "Precision", "choose_device", "worthwhile_threads",
+    "CpuEngine", "CudaEngine", "EagerEngine", "Hardware", "Kind", "Precision", "choose_device", "release_memory",
+    "worthwhile_threads",
 ]  # fmt: skip
 
 Kind = Literal["auto", "eager", "cpu", "cuda"]

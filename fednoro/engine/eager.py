@@ -44,7 +44,8 @@ class EagerEngine:
     ) -> None:
         if device.type == "cuda":
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-            torch.backends.cudnn.allow_tf32 = False  # a reference that keeps all of float32's digits
+            # A reference that keeps all of float32's digits, whatever engine there was before.
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         self.device, self.seed, self.training = device, seed, training
         self.classes = len(dataset.classes)
         self.images = images or Images(dataset.images, inputs, training.augment, device, resident)
