@@ -36,7 +36,7 @@ from fednoro.types import State, UserError, Weights
 
 CLIENT_COLUMNS = (
     "round", "task", "client", "status", "size", "loss", "weight", "distance", "lam",
-    "sce", "confidence", "lid", "mu", "relabelled", "left", "left_replica", "reason",
+    "sce", "confidence", "lid", "mu", "relabelled", "left_received", "left_own", "reason",
 )  # fmt: skip
 LOGS = ("rounds.jsonl", "clients.csv")
 KEPT_CHECKPOINTS = 2

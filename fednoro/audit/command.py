@@ -20,6 +20,8 @@ The coordinator's page and JSON hold no image and no id. Each letter is for its 
 
   fednoro audit runs/mine --scores cross_fit --min-cell 10 --out audits/mine
 
+  fednoro audit runs/digits-fednoro-plus-seed0 --scores corrected
+
 The list that a site saves goes back in: [bold]fednoro run digits noise=from_file noise.path=FILE[/]
 """
 
@@ -29,12 +31,17 @@ class Scores(StrEnum):
 
     early = "early"
     cross_fit = "cross_fit"
+    corrected = "corrected"
 
 
 def audit(
     run: Annotated[Path, typer.Argument(help="A run folder, such as runs/digits-fednoro-seed0.")],
     scores: Annotated[
-        Scores, typer.Option(help="early: a model after few rounds; cross_fit: models that never saw the label.")
+        Scores,
+        typer.Option(
+            help="early: a model after few rounds; cross_fit: models that never saw the label; corrected: what a run "
+            "of fednoro-plus has made of it."
+        ),
     ] = Scores.early,
     min_cell: Annotated[int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Where the files go; RUN/audit if not given.")] = None,

@@ -1,12 +1,14 @@
 """The audit as exchanges: train, predict, sums, joint.
 
     train   FedLA for a few rounds; in cross-fitting once per fold, each time anew and without the fold's labels
-    predict each site keeps the model's probabilities, in cross-fitting for the fold's images; it sends its size
-    sums    each site sends Σ p_j and the count of each class; the coordinator answers with thresholds t_j
+    predict each site keeps the model's outputs f, in cross-fitting for the fold's images; it sends its class counts
+    sums    the coordinator says how frequent each class is over all sites, π: FedLA's outputs are for classes of equal
+            frequency, so that p = softmax(f + log π); each site sends Σ p_j and its counts, and receives thresholds t_j
     joint   each site sends its C×C counts
 
 The probabilities stay in the site's memory, where its letter is made from them. `scores` says why the model has not
-memorised the labels that it judges: `early` stops before it could, `cross_fit` never shows it those labels.
+memorised the labels that it judges: `early` stops before it could, `cross_fit` never shows it those labels. `corrected`
+trains nothing: it takes a finished run of FedNoRo+, with what that has made of the labels of the clients it flagged.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor
 from fednoro.audit.counting import site_counts, site_joint, thresholds
 from fednoro.methods.fedavg import advance
 from fednoro.methods.fedla import FedLA
+from fednoro.methods.fednoro_plus import SOFT
 from fednoro.options import option
 from fednoro.seeds import generator
 from fednoro.types import (
@@ -40,19 +43,21 @@ from fednoro.types import (
     UserError,
 )
 
-Scores = Literal["early", "cross_fit"]
-PROBABILITIES, LEVELS = "audit.probabilities", "audit.thresholds"  # what a site keeps in its memory
+Scores = Literal["early", "cross_fit", "corrected"]
+# What a site keeps in its memory: softmax f, softmax(f + log π), and the thresholds.
+OUTPUTS, PROBABILITIES, LEVELS = "audit.outputs", "audit.probabilities", "audit.thresholds"
 
 
 @dataclass(frozen=True)
 class Audit(FedLA):
     """Federated confident learning; its state's memo ends with each site's sums, counts and joint."""
 
-    scores: Literal["early", "cross_fit"] = option(
-        "early", "early: a model after few rounds; cross_fit: models that never saw the label"
+    scores: Literal["early", "cross_fit", "corrected"] = option(
+        "early", "early: a model after few rounds; cross_fit: models that never saw the label; corrected: FedNoRo+'s"
     )
     warmup: int = option(10, "rounds that a model is trained before it scores", ge=1)
     folds: int = option(5, "parts of each site's images in cross-fitting", ge=2)
+    run: str = option("", "key of the run on Flower whose corrected labels sites take from their memory")
 
     @property
     def models(self) -> int:
@@ -60,9 +65,14 @@ class Audit(FedLA):
         return self.folds if self.scores == "cross_fit" else 1
 
     @property
+    def training(self) -> int:
+        """Rounds of training."""
+        return 0 if self.scores == "corrected" else self.models * self.warmup
+
+    @property
     def rounds(self) -> int:
         """Rounds in all; the last one has no training and ends with the joint."""
-        return self.models * self.warmup + 1
+        return self.training + 1
 
     def explain(self) -> str:
         """Where the probabilities come from, and why they can be trusted with labels that the models learn from."""
@@ -72,6 +82,12 @@ class Audit(FedLA):
                 f"The labels were judged by the common model after {rounds} of training. A model learns "
                 "what most images of a class have in common before it learns single wrong labels by heart, so it was "
                 "stopped early."
+            )
+        if self.scores == "corrected":
+            return (
+                "At sites that the run had flagged, labels were judged by what it had corrected them to: by a model of "
+                "the other sites, and by how often the site's labels differ from it. At the others they were judged by "
+                "the run's last model, which has learnt from them and may know wrong ones by heart."
             )
         return (
             f"The labels were judged by {self.folds} models, each trained for {rounds} without the labels "
@@ -83,16 +99,17 @@ class Audit(FedLA):
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
         scored = state.memo.get("scored", 0)
-        if scored < state.round // self.warmup:
+        if scored < (1 if self.scores == "corrected" else state.round // self.warmup):
             settings = self._settings(state, scored)
             return {k: Task("predict", state.round, state.model, settings) for k in clients.present}
-        if state.round < self.models * self.warmup:
+        if state.round < self.training:
             anew = state.round % self.warmup == 0
             model = state.kept.get("start", state.model) if anew else state.model
             settings = self._settings(state, state.round // self.warmup)
             return {k: Task("train", state.round, model, settings) for k in clients.drawn}
         if "thresholds" not in state.memo:
-            return {k: Task("sums", state.round, state.model) for k in clients.present}
+            prior = np.array(state.memo["prior"])
+            return {k: Task("sums", state.round, state.model, arrays={"prior": prior}) for k in clients.present}
         level = np.array(state.memo["thresholds"])
         asked = [k for k in clients.present if str(k) in state.memo["sums"]]
         return {k: Task("joint", state.round, state.model, arrays={"thresholds": level}) for k in asked}
@@ -105,9 +122,10 @@ class Audit(FedLA):
             kept = {"start": state.kept.get("start", state.model)}  # where the model of every fold begins
             return replace(super().fold(state, replies), stage="training to audit", kept=kept)
         if replies.task == "predict":
-            for _ in replies:
-                pass  # nothing comes back
-            return replace(state, memo={**state.memo, "scored": state.memo.get("scored", 0) + 1}, notes={})
+            counts = [found for reply in replies if (found := _counts(reply, state.classes)) is not None]
+            total = np.sum(counts, axis=0) if counts else np.ones(state.classes)
+            memo = {**state.memo, "scored": state.memo.get("scored", 0) + 1, "prior": (total / total.sum()).tolist()}
+            return replace(state, memo=memo, notes={})
         if replies.task == "sums":
             known = dict(filter(None, (_usable_sums(reply, state.classes) for reply in replies)))
             if not known:
@@ -137,24 +155,28 @@ class Audit(FedLA):
         if task.name == "train":
             return super().work(task, site)
         if task.name == "predict":
-            site.memory[PROBABILITIES] = self._scored(task, site)
-            return Reply(site.client, site.size)
-        if PROBABILITIES not in site.memory:
+            site.memory[OUTPUTS] = self._scored(task, site)
+            return Reply(site.client, site.size, arrays={"counts": site.counts.double().cpu().numpy()})
+        if OUTPUTS not in site.memory:
             raise UserError("this site was away when the models judged its labels: it can take part in the next audit")
-        p, y = site.memory[PROBABILITIES].numpy(), site.labels.cpu().numpy()
+        y = site.labels.cpu().numpy()
         if task.name == "sums":
-            sums, counts = site_counts(p, y)
+            prior = torch.from_numpy(np.array(task.arrays["prior"], dtype=np.float64))
+            corrected = self.scores == "corrected" and SOFT in site.memory
+            likely = site.memory[SOFT].double().cpu() if corrected else site.memory[OUTPUTS] * prior
+            site.memory[PROBABILITIES] = likely / likely.sum(dim=1, keepdim=True)
+            sums, counts = site_counts(site.memory[PROBABILITIES].numpy(), y)
             return Reply(site.client, site.size, arrays={"sums": sums, "counts": counts.astype(np.float64)})
-        level = np.array(task.arrays["thresholds"], dtype=np.float64)
+        p, level = site.memory[PROBABILITIES].numpy(), np.array(task.arrays["thresholds"], dtype=np.float64)
         site.memory[LEVELS] = torch.from_numpy(level)
         return Reply(site.client, site.size, arrays={"joint": site_joint(p, y, level).astype(np.float64)})
 
     def _scored(self, task: Task, site: Site) -> Tensor:
-        """The site's probabilities with those that this model may give filled in; NaN where none may yet."""
+        """The site's outputs with those that this model may give filled in; NaN where none may yet."""
         p = site.logits(task, task.weights).double().softmax(1).cpu()
         if "fold" not in task.settings:
             return p
-        before = site.memory.get(PROBABILITIES)
+        before = site.memory.get(OUTPUTS)
         if before is None or before.shape != p.shape:
             before = torch.full_like(p, torch.nan)
         unseen = torch.from_numpy(_folds(task, site) == int(task.settings["fold"]))
@@ -191,6 +213,14 @@ def folds_of(labels: IntArray, folds: int, rng: np.random.Generator) -> IntArray
 def _folds(task: Task, site: Site) -> IntArray:
     rng = generator(int(task.settings["seed"]), "audit.folds", site.client)
     return folds_of(site.labels.cpu().numpy(), int(task.settings["folds"]), rng)
+
+
+def _counts(reply: Reply, classes: int) -> IntArray | None:
+    counts = _whole(reply.arrays.get("counts", np.zeros(0)))
+    if counts is None or counts.shape != (classes,):
+        _left_out(reply, "its counts are not one number per class")
+        return None
+    return counts
 
 
 def _usable_sums(reply: Reply, classes: int) -> tuple[str, dict[str, Any]] | None:

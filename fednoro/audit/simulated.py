@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from fednoro.aggregate import average
 from fednoro.audit.exchanges import LEVELS, PROBABILITIES, Audit, Sent
 from fednoro.clients import Client
 from fednoro.conduct import Watcher
 from fednoro.config import Config, resolve
 from fednoro.data.dataset import Dataset
-from fednoro.engine import EagerEngine
 from fednoro.experiment import Lab, laboratory
 from fednoro.federation import Federation, fingerprint
+from fednoro.methods.fednoro_plus import SOFT
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
+from fednoro.runs import RunFolder, load_checkpoint, to_device
 from fednoro.types import FedNoRoWarning, FloatArray, State, UserError, Weights
 
 EARLY = 10  # rounds before a model judges labels, where the run's method has no warm-up; FedNoRo's default
@@ -81,9 +81,11 @@ def examine(of: Subject, audit: Audit, clients: Sequence[Client] | None = None) 
     """Plays the audit's exchanges over the run's clients, or over others that hold the same data."""
     engine, config, watcher = of.lab.engine, of.config, of.lab.watcher
     engine.serve(of.federation.clients() if clients is None else clients)
-    start = Packed(of.lab.initial, engine.device).weights()
-    if config.model.recalibrate and engine.net.norms:
-        start = _recalibrated(start, engine)
+    start = (
+        _end_of_run(of)
+        if audit.scores == "corrected"
+        else of.lab.calibrated(Packed(of.lab.initial, engine.device).weights())
+    )
     state = State(start, 0, audit.rounds, engine.classes, config.seed)
     for turn in play(audit, state, engine.exchange, sorted(engine.clients), unmeasured, config.train.participation):
         state = turn.state
@@ -99,10 +101,23 @@ def examine(of: Subject, audit: Audit, clients: Sequence[Client] | None = None) 
     )
 
 
-def _recalibrated(start: Weights, engine: EagerEngine) -> Weights:
-    """As a run does it before its first round."""
-    able = [client for client in engine.clients.values() if len(client.index) > 1]
-    return average((engine.recalibrate(start, client), len(client.index)) for client in able) if able else start
+def _end_of_run(of: Subject) -> Weights:
+    """The run's last model; the engine's clients remember what they did then."""
+    saved, clients = RunFolder(of.folder).checkpoints(), of.lab.engine.clients
+    snapshot = load_checkpoint(saved[-1]) if saved else None
+    if snapshot is None or not any(SOFT in memory for memory in snapshot.memories.values()):
+        raise without_corrected_labels(of.folder)
+    for k, client in clients.items():
+        client.memory.update(snapshot.memories.get(k, {}))
+    return to_device(snapshot.state, of.lab.engine.device).model
+
+
+def without_corrected_labels(run: Path) -> UserError:
+    """What to say of such a run."""
+    return UserError(
+        f"{run} has no corrected labels: fednoro-plus leaves them, where it has flagged some clients and come to its "
+        "last stage; use --scores early or cross_fit"
+    )
 
 
 def unmeasured(weights: Weights) -> Evaluation:

@@ -24,19 +24,20 @@ from flwr.serverapp import Grid
 from fednoro.audit.estimates import findings
 from fednoro.audit.exchanges import Audit, Sent
 from fednoro.audit.page import Account
-from fednoro.audit.simulated import unmeasured, verdicts_in
+from fednoro.audit.simulated import unmeasured, verdicts_in, without_corrected_labels
 from fednoro.audit.writing import write_page
 from fednoro.conduct import Watcher, held
-from fednoro.config import Config, resolve
+from fednoro.config import Config, resolve, section_name
 from fednoro.files import disk_errors, write_json
 from fednoro.flower.coordinator import LogWatcher, moment, network_for, recalibrated
 from fednoro.flower.exchange import FlowerExchange
 from fednoro.flower.options import AuditOrder, Deployment
 from fednoro.flower.roster import Roster
 from fednoro.flower.site import run_order
+from fednoro.methods.fednoro_plus import CORRECTED
 from fednoro.rounds import Turn, play
-from fednoro.runs import RunFolder, to_device
-from fednoro.types import State, UserError
+from fednoro.runs import RunFolder, load_checkpoint, to_device
+from fednoro.types import State, UserError, Weights
 
 
 def audit_sites(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | None = None) -> Path:
@@ -48,7 +49,10 @@ def audit_sites(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | No
     with held(folder, watcher):
         config, key = resolve(order.folder / "config.yaml"), _begun(folder, order)
         roster = Roster(grid, folder, Deployment.read(run_config), lambda line: log(INFO, "%s", line))
-        sent = Sent.of(_played(grid, folder, config, roster, order.method(), key, watcher))
+        method = order.method()
+        if method.scores == "corrected":
+            last_model(order.folder)  # before sites are waited for
+        sent = Sent.of(_played(grid, folder, config, roster, method, key, watcher, order.folder))
         page = _write(order, roster, sent)
         # Last: from now on the same order is a new audit.
         write_json(folder.path / "result.json", {"page": str(page), "answered": len(sent.joints)})
@@ -76,20 +80,25 @@ def _begun(folder: RunFolder, order: AuditOrder) -> str:
 
 
 def _played(
-    grid: Grid, folder: RunFolder, config: Config, roster: Roster, method: Audit, key: str, watcher: Watcher
+    grid: Grid, folder: RunFolder, config: Config, roster: Roster, method: Audit, key: str, watcher: Watcher, of: Path
 ) -> State:
     if any(visitor.simulated for visitor in roster.assemble()):
         raise UserError("simulated sites are audited in one process: fednoro audit RUN")
     roster.settle(None)
     assert roster.kind is not None
     classes = roster.kind[0]
-    told = run_order(config, classes, False, None, method)
+    # Corrected labels are of those images alone that the run was trained on.
+    held_out = method.scores == "corrected" and section_name(config, "data") == "sites"
+    told = run_order(config, classes, held_out, None, method)
     exchange = FlowerExchange(grid, roster, lambda: moment(folder, key, told), roster.options.round_timeout)
     state = folder.restore({})
     if state is None:
-        start = network_for(config, roster.kind).weights()
-        if config.model.recalibrate:
-            start = recalibrated(start, exchange, roster, watcher)
+        if method.scores == "corrected":
+            start = last_model(of)
+        else:
+            start = network_for(config, roster.kind).weights()
+            if config.model.recalibrate:
+                start = recalibrated(start, exchange, roster, watcher)
         state = State(start, 0, method.rounds, len(classes), config.seed)
     state = to_device(state, torch.device("cpu"))
     for turn in play(method, state, exchange, roster.clients, unmeasured, config.train.participation):
@@ -100,6 +109,15 @@ def _played(
             watcher.warned(message)
         watcher.progress(f"audit, {turn.task}: rounds", state.round, method.rounds)
     return state
+
+
+def last_model(run: Path) -> Weights:
+    """The model of a run that has corrected labels."""
+    saved = RunFolder(run).checkpoints()
+    state = load_checkpoint(saved[-1]).state if saved else None
+    if state is None or not state.memo.get(CORRECTED):
+        raise without_corrected_labels(run)
+    return state.model
 
 
 def _unmeasured(turn: Turn) -> Turn:

@@ -131,7 +131,8 @@ def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run on Flower.", show_default=False)],
     superlink: Superlink = None,
     scores: Annotated[
-        Scores, typer.Option(help="early: a model after few rounds; cross_fit: models that never saw the label.")
+        Scores,
+        typer.Option(help="early: a model after few rounds; cross_fit: unseen labels; corrected: by fednoro-plus."),
     ] = Scores.early,
     min_cell: Annotated[int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")] = 5,
     rounds: Annotated[

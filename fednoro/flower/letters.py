@@ -16,10 +16,13 @@ FOLDER = "audits"  # below the site's memory folder; one folder in it for each a
 def leave_letter(memory: Path, key: str, client: Client, dataset: Dataset, audit: Audit) -> Path:
     """Writes letter.html, images.csv and accepted.csv from what the audit left in the client's memory.
 
-    An audit trains on all of a site's images, so they are not picked out: they may be many.
+    Most audits take all of a site's images. They may be many, and are not picked out then.
     """
     ids = dataset.ids or tuple(map(str, range(len(dataset))))
-    site = Holding(client.name, dataset.images, client.observed, ids, dataset.classes)
+    images, whole = dataset.images, len(client.index) == len(dataset)
+    if not whole:
+        images, ids = images[client.index], tuple(ids[i] for i in client.index)
+    site = Holding(client.name, images, client.observed, ids, dataset.classes)
     folder = memory / FOLDER / key
     with disk_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # for the user that runs the node: it has images

@@ -34,6 +34,10 @@ class Memory:
         for number in self._numbers():
             if number >= clock:
                 self._file(number).unlink(missing_ok=True)
+        return self.newest()
+
+    def newest(self) -> dict[str, Tensor]:
+        """The last that is known."""
         known = self._numbers()
         if not known:
             return {}

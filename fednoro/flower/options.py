@@ -55,7 +55,9 @@ class AuditOrder(Options):
     section: ClassVar[str] = "audit"
 
     run: str = option("", "the folder of the run to audit")
-    scores: Literal["early", "cross_fit"] = option("early", "why the model has not memorised the labels it judges")
+    scores: Literal["early", "cross_fit", "corrected"] = option(
+        "early", "why the model has not memorised the labels it judges"
+    )
     rounds: int = option(10, "rounds before a model judges", ge=1)
     folds: int = option(5, "parts of each site's images in cross_fit", ge=2)
     min_cell: int = option(5, "counts below this are not shown", ge=0)
@@ -87,4 +89,6 @@ class AuditOrder(Options):
     def method(self) -> Audit:
         from fednoro.audit.exchanges import Audit
 
-        return Audit(scores=self.scores, warmup=self.rounds, folds=self.folds)
+        corrected = self.scores == "corrected"
+        run = str(json.loads((self.folder / "flower.json").read_text(encoding="utf-8"))["run"]) if corrected else ""
+        return Audit(scores=self.scores, warmup=self.rounds, folds=self.folds, run=run)

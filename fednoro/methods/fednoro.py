@@ -87,8 +87,7 @@ class FedNoRo(Method):
             watched = watching(state, self.warmup) if calibrated else {}
             return {k: Task("train", state.round, state.model, watched) for k in clients.drawn}
         if unknown := unscored(state, clients):
-            seed = WATCH if calibrated else NOISE_SEED
-            settings = {seed: state.seed} if calibrated or self.score_epsilon is not None else {}
+            settings = {NOISE_SEED: state.seed} if self.score_epsilon is not None else {}
             return {k: Task("score", state.round, scoring_model(state), settings) for k in unknown}
         noisy, lam, chosen = verdicts(state), self.lam(state), clients.drawn
         if self.noisy_clients == "leave_out":

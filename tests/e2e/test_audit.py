@@ -21,6 +21,8 @@ import fednoro
 from fednoro.audit.writing import Audited, audit_run
 from fednoro.experiment import Run
 from fednoro.federation import Federation
+from fednoro.methods.fednoro_plus import SOFT
+from fednoro.runs import RunFolder, load_checkpoint
 from fednoro.types import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,6 +125,31 @@ def test_benchmark_measures_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["chance"]["top n"] == pytest.approx(0.2, abs=0.1)
     assert rows["early: federated"]["top n"] > rows["chance"]["top n"]
     assert "pooled cross_fit, 2 rounds, cleanlab" in benchmark.table([rows])
+
+
+def test_corrected_labels_are_judged_by_what_the_run_made_of_them(run: Run, tmp_path: Path) -> None:
+    plus = fednoro.run(*SMALL, "method=fednoro-plus", "train.rounds=9", "method.warmup=6", f"out={tmp_path}")
+    assert plus.detection is not None and plus.detection["exact"], (
+        "some are flagged, so that there are corrected labels"
+    )
+    logs = {path.name: path.read_bytes() for path in plus.folder.iterdir() if path.suffix in (".jsonl", ".csv")}
+    done = audit_run(plus.folder, "corrected")
+    assert logs == {name: (plus.folder / name).read_bytes() for name in logs}, "an audit changes nothing in the run"
+    ids = plus.config.data.load(plus.config.seed, lambda *_: None).ids
+    assert ids is not None
+    memories = load_checkpoint(RunFolder(plus.folder).checkpoints()[-1]).memories
+    assert {k for k, memory in memories.items() if SOFT in memory} == set(plus.detection["flagged"])
+    for k in plus.detection["flagged"]:
+        q, part = memories[k][SOFT].numpy(), plus.federation.parts[k]
+        listed = sorted(float(row["p_given"]) for row in rows(done.letters[k].parent / "images.csv"))
+        kept = sorted(q[np.arange(len(part)), plus.federation.observed[part]].tolist())
+        assert listed == pytest.approx(kept, abs=1e-3)
+        first = [row["id"] for row in rows(done.letters[k].parent / "images.csv")][: round(0.3 * len(part))]
+        wrong = {ids[i] for i in part if plus.federation.clean[i] != plus.federation.observed[i]}
+        assert np.mean([i in wrong for i in first]) > 0.8
+    assert "corrected them to" in (done.folder / "index.html").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="has no corrected labels: fednoro-plus leaves them"):
+        audit_run(run.folder, "corrected")
 
 
 def test_what_is_no_run_is_refused_in_words(run: Run, tmp_path: Path) -> None:

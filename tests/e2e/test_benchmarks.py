@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+import fednoro
 from fednoro.engine import Hardware
 from fednoro.methods import Method
 from fednoro.models import Packed
@@ -218,32 +220,60 @@ assert "fednoro.config" not in sys.modules and "fednoro.experiment" not in sys.m
     assert done.returncode == 0, done.stderr
 
 
-def test_plus_prints_what_each_detector_found_and_what_each_method_reached(
+def test_detection_prints_what_each_detector_found_and_judges_again_what_it_has_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = [
-        "method.warmup=1",
-        "train.rounds=2",
-        "train.epochs=1",
-        "noise.epochs=1",
-        "partition.clients=4",
-        "device=cpu",
-    ]
-    asked = ["--rates", "0", "0.5", "--ranges", "0.3-0.5", "0.5-0.7", "--seeds", "1", "--jobs", "1"]
-    both = ["--detectors", "paper", "calibrated", "--methods", "fednoro", "fednoro-plus", "--out", str(tmp_path)]
+    short = ["train.epochs=1", "noise.epochs=1", "partition.clients=4", "device=cpu"]
+    asked = ["--rates", "0", "0.5", "1", "--ranges", "0.3-0.5", "0.5-0.7", "--seeds", "3", "--warmups", "1", "2"]
+    kept = tmp_path / "evidence.jsonl"
     threads = torch.get_num_threads()
-    benchmark("plus").main([*asked, *both, *short])
+    benchmark("detection").main([*asked, "--evidence", str(kept), *short])
     torch.set_num_threads(threads)
     out = capsys.readouterr().out
-    found, reached = out.split("\n\n")[1:3]
-    spans = [("0", "(0.3, 0.5)"), ("0.5", "(0.3, 0.5)"), ("0.5", "(0.5, 0.7)")]  # without noise there is one range
-    kinds = [
-        [(*span, kind) for span in spans for kind in two]
-        for two in (("paper", "calibrated"), ("fednoro", "fednoro-plus"))
+    spans = [("0", "(0.3, 0.5)")]  # without noise there is one range
+    spans += [(rate, span) for rate in ("0.5", "1") for span in ("(0.3, 0.5)", "(0.5, 0.7)")]
+    detectors = ("paper", "reference", "calibrated")
+    expected = [(*span, str(t), kind) for span in spans for t in (1, 2) for kind in detectors]
+    found = lines(out)
+    assert [tuple(row[:4]) for row in found[: len(expected)]] == expected
+    assert [row[3] for row in found[len(expected) :]] == [*detectors] * 2 and found[-1][4].endswith("%)")
+    measured = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert len(measured) == 5 and all(row["explained"].keys() == {"0", "1"} for row in measured)
+    benchmark("detection").main([*asked, "--evidence", str(kept), *short])
+    assert capsys.readouterr().out == out and len(kept.read_text().splitlines()) == 5
+
+
+def test_detection_says_what_a_run_says(tmp_path: Path) -> None:
+    """The benchmark's verdicts are those of a run with that detector: the same training, to the bit."""
+    short = ["train.epochs=1", "noise.epochs=1", "partition.clients=4", "device=cpu"]
+    detection = benchmark("detection")
+    setting = detection.Setting("digits", tuple(short), 3, 0.5, (0.5, 0.7))
+    (found,) = detection.evidence([setting], [2], None)
+    for detector in detection.DETECTORS:
+        options = ["method=fednoro", f"method.detector={detector}", "method.warmup=2", "train.rounds=3"]
+        run = fednoro.run("digits", *setting.settings, *options, f"out={tmp_path}")
+        assert run.detection is not None
+        flagged = [k for k, noisy in enumerate(detection.verdict(detector, found, 2, 3)) if noisy]
+        assert flagged == run.detection["flagged"], detector
+
+
+def test_paired_differences_are_those_of_the_same_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = ["row", "rate", "low", "high", "seed", "best", "last", "detection_exact"]
+    cells = [
+        ("fedla", 0, "", "", 0, 0.7, 0.60, ""), ("fedla", 0, "", "", 1, 0.8, 0.70, ""),
+        ("fedla", 0.4, 0.5, 0.7, 0, 0.5, 0.40, ""), ("fedla", 0.4, 0.5, 0.7, 1, 0.6, 0.50, ""),
+        ("fednoro-plus", 0.4, 0.5, 0.7, 0, 0.6, 0.55, "True"), ("fednoro-plus", 0.4, 0.5, 0.7, 1, 0.6, 0.57, "False"),
+        ("fednoro-plus", 0.4, 0.5, 0.7, 2, 0.9, 0.99, "True"), ("fednoro", 0.4, 0.5, 0.7, 3, 0.9, "", ""),
+    ]  # fmt: skip
+    path = tmp_path / "table1.csv"
+    path.write_text("\n".join(",".join(map(str, row)) for row in (columns, *cells)))
+    benchmark("paired").main([str(path), "--against", "fedla"])
+    table = lines(capsys.readouterr().out)
+    assert [row[:2] for row in table] == [
+        ["0", "fedla"],
+        ["0.4, (0.5, 0.7)", "fedla"],
+        ["0.4, (0.5, 0.7)", "fednoro-plus"],
     ]
-    *detected, _, _ = lines(found)
-    assert [tuple(row[:3]) for row in detected] == kinds[0]
-    assert [tuple(row[:3]) for row in lines(reached)] == kinds[1]
-    assert all(10 < number(row[3]) < 100 and number(row[8]) > 0 for row in lines(reached))
-    benchmark("plus").main([*asked, *both, *short])
-    assert capsys.readouterr().out == out, "finished runs are read, not played again"
+    plus = table[-1]
+    assert plus[2:6] == ["60.00 ± 0.00", "56.00 ± 1.41", "+5.00 ± 7.07", "+11.00 ± 5.66"]
+    assert plus[6:] == ["-9.00 ± 5.66 (87%)", "1 of 2", "2"]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import statistics
 
 import numpy as np
 import pytest
 import torch
 from federations import CLASSES, GAPPED, ORDINARY, TRAINING, federation, network, start
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fednoro.engine import EagerEngine
 from fednoro.engine.eager import EagerSite
-from fednoro.explained import WATCH, judge, left_over, measure
+from fednoro.explained import SCATTER, WATCH, find_cut, judge, left_over, measure
 from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.methods.fednoro_plus import SOFT, TEACHER, corrected
-from fednoro.seeds import generator
 from fednoro.types import Replies, Reply, State, Step, Task, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,17 +56,37 @@ def test_b_is_the_adjusted_cross_entropy_over_the_entropy_of_the_labels(images: 
     for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
         weighed = [v * math.exp(f) for v, f in zip(pi, row, strict=True)]
         losses.append(-math.log(weighed[label] / sum(weighed)))
-    mean = sum(losses) / images
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in losses) / images)
-    b, error = left_over(logits, labels, log_of(pi))
-    assert b.item() == pytest.approx(mean / entropy, rel=1e-10)
-    assert error.item() == pytest.approx(deviation / math.sqrt(images) / entropy, rel=1e-10)
+    b = left_over(logits, labels, log_of(pi))
+    assert b.item() == pytest.approx(sum(losses) / images / entropy, rel=1e-10)
 
 
-def test_e_is_one_minus_the_ratio_to_the_replica() -> None:
-    evidence = [[0.3, 0.02, 0.9], [0.85, 0.03, 0.8], [0.4, 0.01, 1.1]]
-    found = judge(evidence)
-    assert found.explained.tolist() == pytest.approx([1 - b / nothing for b, _, nothing in evidence], rel=1e-12)
+def test_e_is_one_minus_the_mean_of_what_both_models_leave() -> None:
+    evidence = [[0.3, 0.2], [0.85, 0.3], [1.4, 0.1]]
+    assert judge(evidence).explained.tolist() == pytest.approx([1 - (a + b) / 2 for a, b in evidence], rel=1e-12)
+
+
+@given(st.lists(st.floats(-0.3, 1), min_size=2, max_size=12))
+def test_the_cut_is_the_likeliest_of_all(shares: list[float]) -> None:
+    """Two Gaussians of one variance with their shares of the clients, against one; by hand, over all cuts."""
+    x = sorted(shares)
+    n, mean = len(x), statistics.fmean(x)
+    whole = statistics.fmean((v - mean) ** 2 for v in x) + SCATTER
+    found = []
+    for below in range(1, n if n <= 4 else n - 1):
+        low, high = statistics.fmean(x[:below]), statistics.fmean(x[below:])
+        within = sum((v - low) ** 2 for v in x[:below]) + sum((v - high) ** 2 for v in x[below:])
+        entropy = sum(m * math.log(m / n) for m in (below, n - below))
+        found.append((n * math.log(whole / (within / n + SCATTER)) + 2 * entropy, -below, low, high))
+    likelier, below, low, high = max(found)
+    far = low <= 0.5 * high and likelier >= (1 if high >= 0.33 else 6)
+    parted = far or (low <= 0.72 * high and likelier >= 3 and high >= 0.33)
+    edges = [likelier - 1, likelier - 3, likelier - 6, low - 0.5 * high, low - 0.72 * high, high - 0.33]
+    assume(min(map(abs, edges)) > 1e-9 and all(likelier - other[0] > 1e-9 for other in found if other[1] != below))
+    cut, _ = find_cut(np.array(shares))
+    if parted:
+        assert cut == pytest.approx((x[-below - 1] + x[-below]) / 2)
+    else:
+        assert cut > x[-1] if statistics.median(x) < 0.42 else cut < x[0]
 
 
 def site(labels: list[int] = ORDINARY) -> EagerSite:
@@ -74,23 +95,15 @@ def site(labels: list[int] = ORDINARY) -> EagerSite:
 
 
 @pytest.mark.parametrize("labels", [ORDINARY, GAPPED])
-def test_a_client_measures_its_own_model_and_one_that_learnt_permuted_labels(labels: list[int]) -> None:
-    """Both trained here as FedLA does, which knows nothing of it."""
-    task = Task("train", 4, start().model, {WATCH: 0})
+def test_a_client_measures_the_received_model_and_its_own(labels: list[int]) -> None:
+    """Its own is trained as FedLA does, which knows nothing of it."""
+    task = Task("train", 4, start().model, {WATCH: True})
     here = site(labels)
     trained = FedLA().work(task, here).weights
     assert trained is not None
-    order = generator(0, "replica.labels", 4, 0).permutation(len(labels))
-    permuted = [labels[i] for i in order]
-    assert sorted(permuted) == sorted(labels) and permuted != labels
-    other = site(permuted)  # other labels, so also other images: those of the first are put back
-    other.engine.images = here.engine.images
-    replica = FedLA().work(replace(task, name="replica"), other).weights
-    assert replica is not None
     log_pi = log_of(frequencies(torch.tensor(labels))).float()
-    own, nothing = here.logits(task, trained), here.logits(task, replica)
-    expected = [*left_over(own, torch.tensor(labels), log_pi), left_over(nothing, torch.tensor(permuted), log_pi)[0]]
-    assert measure(task, here, trained).tolist() == pytest.approx([v.item() for v in expected], rel=1e-12)
+    expected = [left_over(here.logits(task, w), torch.tensor(labels), log_pi).item() for w in (task.weights, trained)]
+    assert measure(task, here, trained).tolist() == pytest.approx(expected, rel=1e-12)
     assert measure(task, here).tolist() == measure(task, here, trained).tolist(), "who comes late trains the same"
 
 
@@ -100,7 +113,7 @@ def test_a_client_measures_its_own_model_and_one_that_learnt_permuted_labels(lab
 def em_by_hand(logits: Tensor, labels: Tensor, steps: int) -> list[list[float]]:
     p, given, n = [softmax(row) for row in logits.tolist()], labels.tolist(), len(labels)
     prior = [[2.0 * (y == z) + 2 / CLASSES for z in range(CLASSES)] for y in range(CLASSES)]
-    pi = [1 / CLASSES] * CLASSES
+    pi = [math.sqrt(given.count(y) + 0.5) for y in range(CLASSES)]
     transition = [[v / sum(row) for v in row] for row in prior]
     q = p
     for _ in range(steps):
@@ -108,8 +121,6 @@ def em_by_hand(logits: Tensor, labels: Tensor, steps: int) -> list[list[float]]:
         for i in range(n):
             raw = [p[i][y] * pi[y] * transition[y][given[i]] for y in range(CLASSES)]
             q.append([v / sum(raw) for v in raw])
-        mass = [sum(q[i][y] for i in range(n)) + 0.5 for y in range(CLASSES)]
-        pi = [v / sum(mass) for v in mass]
         for y in range(CLASSES):
             row = [sum(q[i][y] for i in range(n) if given[i] == z) + prior[y][z] for z in range(CLASSES)]
             transition[y] = [v / sum(row) for v in row]
@@ -118,7 +129,7 @@ def em_by_hand(logits: Tensor, labels: Tensor, steps: int) -> list[list[float]]:
 
 @pytest.mark.parametrize("steps", [1, 2, 15])
 @pytest.mark.parametrize(("images", "present"), [(30, 4), (30, 2), (1, 1), (3, 1)])
-def test_labels_are_corrected_by_em_over_frequencies_and_transitions(images: int, present: int, steps: int) -> None:
+def test_labels_are_corrected_by_em_over_transitions(images: int, present: int, steps: int) -> None:
     logits, labels = drawn(images, 7 * images + present, present)
     q = corrected(logits, labels, CLASSES, steps)
     assert q.dtype == torch.float64

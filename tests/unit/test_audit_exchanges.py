@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednoro.audit.counting import confident_joint, site_counts, site_joint, thresholds
-from fednoro.audit.exchanges import LEVELS, PROBABILITIES, Audit, folds_of
+from fednoro.audit.exchanges import LEVELS, OUTPUTS, PROBABILITIES, Audit, folds_of
 from fednoro.clients import Client
 from fednoro.engine import EagerEngine
 from fednoro.methods import FedNoRo, Method
@@ -69,10 +69,31 @@ def test_joint_is_that_of_all_probabilities_together(scores: Any, one_thread: No
         np.testing.assert_array_equal(client.memory[LEVELS].numpy(), memo["thresholds"])
 
 
+def test_outputs_are_weighed_by_the_frequency_of_the_classes_over_all_sites(one_thread: None) -> None:
+    wire = Wire()
+    memo = audited(Audit(warmup=1), wire).memo
+    counts = np.bincount(np.concatenate([client.observed for client in wire.clients]), minlength=CLASSES)
+    np.testing.assert_allclose(memo["prior"], counts / counts.sum(), atol=1e-15)
+    for client in wire.clients:
+        outputs, p = client.memory[OUTPUTS].numpy(), client.memory[PROBABILITIES].numpy()
+        np.testing.assert_allclose(outputs.sum(axis=1), 1)
+        odds = outputs * counts
+        np.testing.assert_allclose(p, odds / odds.sum(axis=1, keepdims=True), atol=1e-12)
+
+
+def test_counts_that_are_none_leave_a_site_out_of_the_frequencies_alone(one_thread: None) -> None:
+    wire, audit = Wire({"predict": {"counts": np.full(CLASSES, -1.0)}}), Audit(warmup=1)
+    state = replace(start(), rounds=audit.rounds)
+    turns = list(play(audit, state, wire.exchange, [c.id for c in wire.clients], unmeasured))
+    others = np.concatenate([client.observed for client in wire.clients if client.id != 1])
+    np.testing.assert_allclose(turns[-1].state.memo["prior"], np.bincount(others, minlength=CLASSES) / len(others))
+    assert any("its counts are not one number per class" in w for t in turns for w in t.warnings)
+
+
 def test_sites_send_sums_counts_one_joint_and_nothing_else(one_thread: None) -> None:
     wire = Wire()
     audited(Audit(scores="cross_fit", warmup=1, folds=2), wire)
-    shapes = {"train": {}, "predict": {}, "sums": {"sums": (CLASSES,), "counts": (CLASSES,)}}
+    shapes = {"train": {}, "predict": {"counts": (CLASSES,)}, "sums": {"sums": (CLASSES,), "counts": (CLASSES,)}}
     shapes["joint"] = {"joint": (CLASSES, CLASSES)}
     for task, reply in wire.seen:
         assert {name: array.shape for name, array in reply.arrays.items()} == shapes[task]
@@ -168,8 +189,9 @@ def test_a_site_that_sends_nonsense_is_left_out(change: dict[str, Any], left: st
 
 def test_a_site_that_missed_a_fold_cannot_answer(one_thread: None) -> None:
     client = Client(0, "late", np.arange(3), np.array([0, 1, 2]))
-    client.memory[PROBABILITIES] = torch.full((3, CLASSES), torch.nan)
+    client.memory[OUTPUTS] = torch.full((3, CLASSES), torch.nan)
     wire = Wire()
     wire.engine.serve([client])
-    (answer,) = wire.engine.exchange(Audit(), {0: Task("sums", 5, start().model)})
+    prior = np.full(CLASSES, 1 / CLASSES)
+    (answer,) = wire.engine.exchange(Audit(), {0: Task("sums", 5, start().model, arrays={"prior": prior})})
     assert isinstance(answer, Failure) and "were all images scored?" in answer.reason

@@ -229,7 +229,7 @@ def test_a_client_that_misses_the_correction_corrects_itself_and_is_asked_again(
     played = lab.play()
     assert [(t, who) for name, t, who, _ in lab.asked if name == "correct"] == [(7, (3, 4)), (8, (4,))]
     assert [soft for name, t, _, soft in lab.asked if name == "train" and t >= 7] == [(3, 4)] * 2
-    assert played[-1].state.memo["corrected"] == [3, 4] and lab.right(4) > 0.8
+    assert played[-1].state.memo["corrected"] == {"3": 7, "4": 8} and lab.right(4) > 0.8
 
 
 def test_nobody_can_ever_be_judged_is_fedla() -> None:
@@ -274,13 +274,13 @@ def test_labels_are_corrected_once_and_kept_through_a_stop_in_any_stage(tmp_path
 # What leaves a site
 
 
-def test_training_says_nothing_more_than_fedla_and_scoring_three_numbers() -> None:
-    lab, task = Lab(), Task("train", 4, start().model, {"watch": 0})
+def test_training_says_nothing_more_than_fedla_and_scoring_two_numbers() -> None:
+    lab, task = Lab(), Task("train", 4, start().model, {"watch": True})
     site = lab.site(lab.clients[0])
     reply = METHOD.work(task, site)
     assert reply.metrics.keys() == {"loss"} and not reply.arrays and EVIDENCE in site.memory
     scored = METHOD.work(replace(task, name="score"), site)
-    assert scored.metrics.keys() == {"left", "left_error", "left_replica"}
+    assert scored.metrics.keys() == {"left_received", "left_own"}
     assert scored.weights is None and not scored.arrays
 
 
@@ -289,15 +289,15 @@ def test_training_says_nothing_more_than_fedla_and_scoring_three_numbers() -> No
 def test_a_site_that_holds_back_refuses_to_be_scored_by_what_it_explains(method: Method, wanted: Protection) -> None:
     lab = Lab()
     site = lab.site(lab.clients[0])
-    site.memory[EVIDENCE] = torch.tensor([0.1, 0.1, 0.9], dtype=torch.float64)
+    site.memory[EVIDENCE] = torch.tensor([0.1, 0.2], dtype=torch.float64)
 
     def answer(task: Task) -> Reply:
         protected, asked = protect(method, task, wanted)
         return protected.work(asked, site)
 
     with pytest.raises(UserError, match=r"cannot|protect"):
-        answer(Task("score", 5, start().model, {"watch": 0}))
-    trained = answer(Task("train", 4, start().model, {"watch": 0}))
+        answer(Task("score", 5, start().model, {"watch": True}))
+    trained = answer(Task("train", 4, start().model, {"watch": True}))
     assert trained.weights is not None and trained.metrics.keys() == {"loss"}
 
 
@@ -347,7 +347,7 @@ def test_a_warm_up_that_leaves_no_round_is_refused(warmup: int, rounds: int) -> 
 def test_a_client_whose_measures_were_never_numbers_measures_anew() -> None:
     lab = Lab(noisy=(3, 4))
     for k in (1, 3):
-        lab.clients[k].memory[EVIDENCE] = torch.full((3,), math.inf, dtype=torch.float64)
+        lab.clients[k].memory[EVIDENCE] = torch.full((2,), math.inf, dtype=torch.float64)
     begin = at(5, {})
     state = next(iter(play(METHOD, begin, lab.exchange, range(CLIENTS), lambda _: NOTHING))).state
     assert state.memo["detection"]["clients"].keys() == {"0", "1", "2", "3", "4"}
@@ -363,7 +363,7 @@ def test_verdicts_are_shown_and_written_though_there_are_no_class_losses(method:
     watcher = Terminal(Console(file=text, width=120))
     run = fednoro.run("digits", method, *short, "device=cpu", f"out={tmp_path}", watcher=watcher)
     found = json.loads((run.folder / "detection.json").read_text())
-    assert run.detection == found and "explained shares" in found["reason"] and 0.35 <= found["cut"] <= 0.5
+    assert run.detection == found and "explained shares" in found["reason"] and found["cut"] < 1
     lines = text.getvalue().splitlines()
     assert any(f"after round 2: {found['reason']}" in line for line in lines)
     for k, row in found["clients"].items():
@@ -372,6 +372,6 @@ def test_verdicts_are_shown_and_written_though_there_are_no_class_losses(method:
         assert int(shown[2]) == size and shown[4].strip() == ("noisy" if row["noisy"] else "clean")
     with (run.folder / "clients.csv").open(newline="") as file:
         scored = {row["client"]: row for row in csv.DictReader(file) if row["task"] == "score"}
-    assert {k: float(row["left"]) for k, row in scored.items()} == pytest.approx(
-        {k: row["left"] for k, row in found["clients"].items()}, rel=1e-5
+    assert {k: float(row["left_own"]) for k, row in scored.items()} == pytest.approx(
+        {k: row["left_own"] for k, row in found["clients"].items()}, rel=1e-5
     )

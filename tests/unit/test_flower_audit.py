@@ -34,8 +34,10 @@ from fednoro.flower.command import app as commands
 from fednoro.flower.coordinator import coordinate
 from fednoro.flower.exchange import SiteError
 from fednoro.flower.following import AuditFollower
+from fednoro.flower.memory import Memory
 from fednoro.flower.options import AuditOrder
-from fednoro.flower.site import load_data, read_site, station
+from fednoro.flower.site import load_data, read_site, station, two_parts
+from fednoro.methods.fednoro_plus import SOFT
 from fednoro.types import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,6 +132,41 @@ def test_counts_page_and_letters_are_those_of_the_audit_in_one_process(
             assert images.with_name(file).read_bytes() == (tmp_path / "here" / name / file).read_bytes()
 
 
+def test_corrected_labels_of_a_run_are_judged_at_the_sites_that_have_them(tmp_path: Path) -> None:
+    places = {name: make_site(tmp_path / name, seed, wrong=name == "west") for seed, name in enumerate(NAMES)}
+    west = SORTED.index("west")
+    grid = MemoryGrid(app, nodes(places))
+    coordinate(grid, start(tmp_path, "fednoro-plus", "train.rounds=5", "method.warmup=2", f"method.noisy=[{west}]"))
+    station.cache_clear()
+    run = tmp_path / "run"
+    grid = MemoryGrid(app, nodes(places))
+    audit_sites(grid, ordered(run, scores="corrected"))
+    asked = {str(m.content["config"]["task"]) for m in grid.received if "task" in m.content.config_records["config"]}
+    assert asked == {"predict", "sums", "joint"}, "nothing is trained"
+    key = json.loads((run / "flower.json").read_text())["run"]
+    memory = places["west"].parent / "memory"
+    q = Memory(memory, key, west).newest()[SOFT].numpy()
+    site = read_site(places["west"])
+    dataset = load_data(site)
+    trained, _ = two_parts(dataset, site.held_out, 0)
+    labels = dataset.labels[trained]
+    assert len(labels) < len(dataset), "some images were held out, and are not in the letter"
+    with next(memory.glob("audits/*/images.csv")).open(newline="") as file:
+        listed = sorted(float(row["p_given"]) for row in csv.DictReader(file))
+    assert listed == pytest.approx(sorted(q[np.arange(len(q)), labels].tolist()), abs=1e-3)
+    assert "corrected them to" in (run / "audit" / "index.html").read_text()
+    for name in NAMES:
+        number = SORTED.index(name)
+        assert (SOFT in Memory(places[name].parent / "memory", key, number).newest()) == (name == "west")
+
+
+def test_a_run_without_corrected_labels_is_refused_before_anybody_is_asked(run: Path, places: dict[str, Path]) -> None:
+    grid = MemoryGrid(app, nodes(places))
+    with pytest.raises(UserError, match="has no corrected labels: fednoro-plus leaves them"):
+        audit_sites(grid, ordered(run, scores="corrected"))
+    assert not any("task" in message.content.config_records["config"] for message in grid.received)
+
+
 def test_letter_is_at_the_site_and_nothing_of_it_at_the_coordinator(run: Path, places: dict[str, Path]) -> None:
     audit_sites(MemoryGrid(app, nodes(places)), ordered(run))
     for seed, name in enumerate(NAMES):
@@ -158,7 +195,7 @@ def test_nothing_but_weights_sums_and_counts_leaves_a_site(scores: str, run: Pat
         for m in grid.received
         if "task" in m.content.config_records["config"]
     }
-    assert sent == {"train": {"arrays"}, "predict": set(), "sums": {"sums", "counts"}, "joint": {"joint"}}
+    assert sent == {"train": {"arrays"}, "predict": {"counts"}, "sums": {"sums", "counts"}, "joint": {"joint"}}
 
 
 def test_messages_do_not_grow_with_the_number_of_images(run: Path, tmp_path: Path) -> None:

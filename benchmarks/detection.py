@@ -1,0 +1,254 @@
+"""Who is found noisy, by which rule: the paper's mixture, its published code's, and what clients can explain.
+
+python -m benchmarks.detection [--preset digits] [--rates 0 0.2 0.4 0.6 0.8 1] [--ranges 0.3-0.5 0.5-0.7]
+                               [--seeds 0 1 2] [--warmups 10] [--evidence FILE] [--jobs 1] [key=value …]
+
+Each setting is one warm-up by FedLA, which all three rules share: at its end the clients' class losses go to the
+paper's detector and to the published code's, and what they have measured in its last rounds to the calibrated one. With
+several --warmups one run of the longest serves all. Annotators do not depend on how many clients are noisy or how much,
+and are trained once for each seed.
+
+--evidence keeps what was measured, a line of JSON for each setting: what is in the file is not measured again, only
+judged. Noise other than the preset's: `noise=symmetric`, or `noise=transition noise.matrix=…`, for which --ranges say
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from benchmarks.machine import describe, markdown
+from fednoro.config import resolve
+from fednoro.detect import NoisyClientDetector
+from fednoro.engine import choose_device
+from fednoro.experiment import Lab, Watcher, laboratory
+from fednoro.explained import WATCH, WATCHED, judge, left_over, measure
+from fednoro.federation import Federation, assemble
+from fednoro.losses import log_prior, per_class_losses
+from fednoro.methods import FedLA
+from fednoro.metrics import detection
+from fednoro.models import Packed
+from fednoro.types import FedNoRoWarning, FloatArray, IntArray, Replies, Reply, Site, State, Task
+
+DETECTORS = ("paper", "reference", "calibrated")
+
+
+@dataclass(frozen=True)
+class Watched(FedLA):
+    """FedLA whose clients say what they explain, and what each class costs them."""
+
+    def work(self, task: Task, site: Site) -> Reply:
+        if task.name == "train":
+            reply = super().work(task, site)
+            if WATCH not in task.settings:
+                return reply
+            return replace(reply, metrics={**reply.metrics, "explained": measure(task, site, reply.weights)})
+        metrics: dict[str, Tensor] = {}
+        for name, augment in (("paper", False), ("reference", True)):
+            losses, _ = per_class_losses(site.logits(task, task.weights, augment), site.labels, site.classes)
+            metrics[name] = losses
+        received = left_over(site.logits(task, task.weights), site.labels, log_prior(site.counts))
+        metrics["received"] = received[None]
+        return Reply(site.client, site.size, metrics={**metrics, "counts": site.counts})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One federation."""
+
+    preset: str
+    overrides: tuple[str, ...]
+    seed: int
+    rate: float
+    range: tuple[float, float] | None  # of η; None where the kind of noise has none
+
+    @property
+    def settings(self) -> list[str]:
+        span = [] if self.range is None else [f"noise.low={self.range[0]:g}", f"noise.high={self.range[1]:g}"]
+        return [*self.overrides, f"noise.rate={self.rate:g}", *span, f"seed={self.seed}"]
+
+    @property
+    def key(self) -> str:
+        return " ".join([self.preset, *self.settings])
+
+
+# Measuring
+
+
+def evidence(settings: Sequence[Setting], warmups: Sequence[int], path: Path | None) -> list[dict[str, Any]]:
+    """What the clients of each federation measure, also in a line at the end of a file; only the noise may differ."""
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    found, opinions = [], dict[int, FloatArray]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedNoRoWarning)
+        with laboratory(resolve(settings[0].preset, settings[0].settings), Watcher()) as lab:
+            # The most noisy clients first: all annotators are trained together then.
+            for setting in sorted(settings, key=lambda s: -s.rate):
+                noise = resolve(setting.preset, setting.settings).noise
+                parts = (lab.dataset, lab.config.split, lab.config.partition, noise, setting.seed)
+                federation = assemble(*parts, partial(_remembered, lab, opinions))
+                found.append({"setting": setting.key, **_watched(lab, federation, warmups)})
+                if path is not None:
+                    with path.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(found[-1]) + "\n")
+    return found
+
+
+def _remembered(lab: Lab, opinions: dict[int, FloatArray], parts: Mapping[int, IntArray]) -> dict[int, FloatArray]:
+    if missing := {k: part for k, part in parts.items() if k not in opinions}:
+        opinions |= lab.annotate(missing)
+    return {k: opinions[k] for k in parts}
+
+
+def _watched(lab: Lab, federation: Federation, warmups: Sequence[int]) -> dict[str, Any]:
+    method, engine, clients = Watched(), lab.engine, range(len(federation.parts))
+    engine.serve(federation.clients())
+    start = lab.calibrated(Packed(lab.initial, engine.device).weights())
+    state = State(start, 0, max(warmups) + 1, len(federation.classes), lab.config.seed)
+    rounds: dict[str, list[list[float]]] = {}
+    losses: dict[str, dict[str, Any]] = {}
+    for number in range(max(warmups)):
+        watch = any(0 < last - number <= WATCHED for last in warmups)
+        tasks = {k: Task("train", number, state.model, {WATCH: True} if watch else {}) for k in clients}
+        replies = list(engine.exchange(method, tasks))
+        state = method.fold(state, Replies("train", tuple(tasks), [_answered(reply) for reply in replies]))
+        if watch:
+            rounds[str(number)] = [_answered(reply).metrics["explained"].tolist() for reply in replies]  # type: ignore[union-attr]
+        if number + 1 in warmups:
+            tasks = {k: Task("score", number + 1, state.model) for k in clients}
+            scored = [_answered(reply).metrics for reply in engine.exchange(method, tasks)]
+            losses[str(number + 1)] = {
+                name: [row[name].tolist() for row in scored]  # type: ignore[union-attr]
+                for name in ("paper", "reference", "counts", "received")
+            }
+    assert federation.noisy is not None, "artificial noise is known"
+    return {
+        "noisy": federation.noisy.tolist(),
+        "shares": federation.rates.tolist(),
+        "explained": rounds,
+        "losses": losses,
+    }
+
+
+def _answered(item: Any) -> Reply:
+    if not isinstance(item, Reply):
+        raise item.error or RuntimeError(item.reason)
+    return item
+
+
+# Judging
+
+
+def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> list[bool]:
+    """Whom a rule flags after a warm-up of so many rounds."""
+    if detector == "calibrated":
+        rounds = [found["explained"][str(number)] for number in range(max(0, warmup - WATCHED), warmup)]
+        left, received = np.min(rounds, axis=0), np.array(found["losses"][str(warmup)]["received"])[:, 0]
+        return list(judge([[min(first, now), own] for (first, own), now in zip(left, received, strict=True)]).noisy)
+    losses = found["losses"][str(warmup)]
+    rule = NoisyClientDetector("paper" if detector == "paper" else "reference", seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedNoRoWarning)
+        rule.fit(np.array(losses[detector], dtype=np.float64), np.array(losses["counts"]))
+    return [bool(flag) for flag in rule.noisy_]
+
+
+def table(known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], warmups: Sequence[int]) -> Iterator[str]:
+    """Per share, range, warm-up and detector: how often exactly the noisy clients were flagged, recall, precision."""
+    groups: dict[tuple[float, str, int, str], list[tuple[list[bool], list[bool]]]] = {}
+    for setting in settings:
+        for warmup in warmups:
+            for detector in DETECTORS:
+                found = known[setting.key]
+                span = "" if setting.range is None else "({:g}, {:g})".format(*setting.range)
+                flagged = verdict(detector, found, warmup, setting.seed)
+                groups.setdefault((setting.rate, span, warmup, detector), []).append((flagged, found["noisy"]))
+    rows, totals = [], dict[tuple[int, str], list[bool]]()
+    for (rate, span, warmup, detector), pairs in groups.items():
+        found_all = [detection(flagged, np.array(noisy)) for flagged, noisy in pairs]
+        exact = [bool(row[2]) for row in found_all]
+        totals.setdefault((warmup, detector), []).extend(exact)
+        counts = ", ".join(f"{sum(flagged)} ({sum(noisy)})" for flagged, noisy in pairs)
+        means = [_mean([row[i] for row in found_all]) for i in (0, 1)]
+        rows.append([f"{rate:g}", span, str(warmup), detector, f"{sum(exact)} of {len(exact)}", *means, counts])
+    for (warmup, detector), exact in totals.items():
+        share = f"{sum(exact)} of {len(exact)} ({sum(exact) / len(exact):.0%})"
+        rows.append(["all", "", str(warmup), detector, share, "", "", ""])
+    header = ["noisy clients", "η", "T1", "detector", "exact", "recall", "precision", "flagged (of noisy) per seed"]
+    yield markdown(header, rows)
+
+
+def _mean(values: Sequence[float]) -> str:
+    known = [value for value in values if value == value]  # no noisy client: recall is not defined
+    return f"{statistics.mean(known):.2f}" if known else "–"
+
+
+def _range(text: str) -> tuple[float, float]:
+    low, _, high = text.partition("-")
+    return float(low), float(high)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="digits")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0, 0.2, 0.4, 0.6, 0.8, 1])
+    parser.add_argument("--ranges", type=_range, nargs="+", default=[(0.5, 0.7)], help="of η, such as 0.3-0.5 0.5-0.7")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--warmups", type=int, nargs="+", default=None, help="default: FedNoRo's of the preset")
+    parser.add_argument("--evidence", type=Path, default=None, help="a .jsonl file to go on from")
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args(arguments)
+
+    asked = resolve(options.preset, ["method=fednoro", *options.overrides])
+    warmups: list[int] = options.warmups or [asked.method.warmup]  # type: ignore[attr-defined]
+    ranges = options.ranges if hasattr(asked.noise, "low") else [None]
+    settings = [
+        Setting(options.preset, tuple(options.overrides), seed, rate, span)
+        for rate in options.rates
+        for span in (ranges if rate else ranges[:1])
+        for seed in options.seeds
+    ]
+    known: dict[str, dict[str, Any]] = {}
+    if options.evidence and options.evidence.exists():
+        lines = options.evidence.read_text(encoding="utf-8").splitlines()
+        # A setting may be there twice, with warm-ups of different lengths.
+        rows = [row for row in map(json.loads, lines) if {str(t) for t in warmups} <= row["losses"].keys()]
+        known = {row["setting"]: row for row in rows}
+    groups = [[s for s in settings if s.seed == seed and s.key not in known] for seed in options.seeds]
+    work = partial(evidence, warmups=warmups, path=options.evidence)
+    for rows in _mapped(work, [group for group in groups if group], options.jobs):
+        known |= {row["setting"]: row for row in rows}
+    print(f"{' '.join([options.preset, *options.overrides])}, seeds {', '.join(map(str, options.seeds))}\n")
+    print("\n".join(table(known, settings, warmups)))
+    print(f"\n{describe(choose_device(asked.device))}")
+
+
+def _mapped(work: Any, groups: Sequence[Any], jobs: int) -> Iterator[Any]:
+    console = Console(stderr=True)
+    if min(jobs, len(groups)) <= 1:
+        yield from track(map(work, groups), "seeds", len(groups), console=console)
+        return
+    with ProcessPoolExecutor(min(jobs, len(groups)), multiprocessing.get_context("spawn")) as pool:
+        yield from track(pool.map(work, groups), "seeds", len(groups), console=console)
+
+
+if __name__ == "__main__":
+    main()
