@@ -198,6 +198,8 @@ class Lab:
     def annotate(self, parts: Mapping[int, IntArray]) -> dict[int, FloatArray]:
         """Algorithm 1, lines 3 to 5: for each client a network of its own, trained on its clean labels."""
         opinions: dict[int, FloatArray] = {}
+        if not parts:
+            return opinions
         # The labels must not depend on how the training computes.
         exact = self.hardware.precision == "fp32"
         engine = self.engine if exact else self._engine_on(replace(self.hardware, precision="fp32"))

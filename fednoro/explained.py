@@ -9,7 +9,7 @@ model f_k that it has trained from it, which share of its labels' entropy they l
 1 for a model that knows the class frequencies alone. The smallest of either over the rounds count, and what is left of
 both together:
 
-    e_k = 1 − (min b_G + min b_k) / 2        0: nothing explained, 1: every label
+    e_k = 1 − (min b_G + min b_k) / 2, at least 0        0: nothing explained, 1: every label
 
 f_G has averaged out what one client has learnt by heart, but is spoilt by the noise of all; f_k is less so, but knows
 wrong labels by heart where clients are few. Together they told noisy clients from clean ones best.
@@ -18,8 +18,8 @@ The server sorts the e's and cuts them where two groups are likeliest (Gaussians
 is noisy if two are likelier than one and its mean is well below the upper one's, and if either the upper group explains
 as much as clean labels do, or the two are far apart. Otherwise all clients are alike, and nobody is flagged, or
 everybody, by the median. Everybody may also mean that the warm-up was too short to tell; either way nobody is to be
-trusted more than others. The cut stays: whoever comes later is judged by it, from one measure with the model that the
-others were scored with.
+trusted more than others. A cut between two groups stays: whoever comes later is judged by it, from one measure with the
+model that the others were scored with. Until there is one, everybody is judged anew whenever somebody comes later.
 
 Measures stay in a client's memory until it is scored, with a last one of the model that all are scored with. Then it
 sends two numbers: min b_G and min b_k. They come from models that were trained on the same images, so that no noise of
@@ -45,13 +45,13 @@ from fednoro.verdicts import SCORED, scoring_model
 
 WATCH = "watch"  # the setting of tasks that ask for a measure
 WATCHED = 5  # rounds: the smallest b of fewer still scatters
-EVIDENCE = "explained"  # in a client's memory: min b_G, min b_k
+EVIDENCE = "left"  # in a client's memory: min b_G, min b_k
 SENT = ("left_received", "left_own")  # the same in its reply
 
 # Of the cut. Chosen on digits and HAM10000, and not sensitive: benchmarks/detection.py.
 BELOW, FAR_BELOW = 0.72, 0.5  # the lower mean as a share of the upper one
-LIKELIER = {BELOW: 3.0, FAR_BELOW: 1.0}  # by how much at least: twice the log likelihood ratio of two groups to one
-LIKELIER_UNTRAINED = {FAR_BELOW: 6.0}  # the same, where the upper group explains too little to be clean for sure
+APART = 0.05  # the two means at least
+FEW, FEW_BELOW = 4, 0.6  # so few clients are not enough to tell a scatter by
 CLEAN = 0.33  # what clients with clean labels explain at least on average, where others spoil the model
 ALIKE = 0.42  # what they explain where all are alike
 SCATTER = 1e-4  # variance that no group is below
@@ -119,6 +119,7 @@ class Judgement:
     posterior: FloatArray  # K, of being noisy; ½ where nothing can be told
     cut: float
     steepness: float  # of the posterior around the cut
+    parted: bool  # the cut lies between two groups
     everybody: bool  # who can be told anything about is noisy
     reason: str
 
@@ -134,8 +135,9 @@ def judge(evidence: Sequence[Sequence[float]], before: tuple[float, float] | Non
     """
     left = np.array(evidence, dtype=np.float64).reshape(-1, 2)
     told = left.any(axis=1)
-    e = 1 - left.mean(axis=1)
-    cut, steepness = before or (find_cut(e[told]) if told.any() else (ALIKE, 1.0))
+    e = np.clip(1 - left.mean(axis=1), 0, 1)  # one client far below 0 would set the scale for all others
+    found = find_cut(e[told]) if before is None and told.any() else (ALIKE, 1.0, False)
+    cut, steepness, parted = found if before is None else (*before, True)
     noisy = told & (e < cut)
     power = np.where(told, steepness * (e - cut), 0.0)
     posterior = 1 / (1 + np.exp(np.clip(power, -700, 700)))
@@ -145,32 +147,45 @@ def judge(evidence: Sequence[Sequence[float]], before: tuple[float, float] | Non
     reason = f"{who} flagged: explained shares {shares}, cut at {cut:.2f}"
     if everybody:
         reason += " (or the warm-up was too short to tell)"
-    return Judgement(e, tuple(bool(flag) for flag in noisy), posterior, cut, steepness, everybody, reason)
+    return Judgement(e, tuple(bool(flag) for flag in noisy), posterior, cut, steepness, parted, everybody, reason)
 
 
-def find_cut(shares: FloatArray) -> tuple[float, float]:
-    """Where noisy clients end, below all or above all where they are alike, and how steep the posterior is there."""
+def find_cut(shares: FloatArray) -> tuple[float, float, bool]:
+    """Where noisy clients end, how steep the posterior is there, and whether it lies between two groups.
+
+    Where all are alike it lies below all or above all of them.
+    """
     x = np.sort(shares)
     split = _likeliest(x)
     if split is not None:
         number, likelier, variance = split
         low, high = float(x[:number].mean()), float(x[number:].mean())
-        needed = LIKELIER if high >= CLEAN else LIKELIER_UNTRAINED
-        if any(likelier >= least and low <= share * high for share, least in needed.items()):
-            return float(x[number - 1 : number + 1].mean()), (high - low) / variance
+        if high - low >= APART and _two_kinds(low, high, likelier, len(x)):
+            return float(x[number - 1 : number + 1].mean()), (high - low) / variance, True
     middle, variance = float(np.median(x)), float(x.var()) + SCATTER
     if middle < ALIKE:
-        return max(ALIKE, float(x[-1]) + math.sqrt(SCATTER)), (ALIKE - middle) / variance
-    return min(BELOW * middle, float(x[0]) - math.sqrt(SCATTER)), (1 - BELOW) * middle / variance
+        return max(ALIKE, float(x[-1]) + math.sqrt(SCATTER)), (ALIKE - middle) / variance, False
+    return min(BELOW * middle, float(x[0]) - math.sqrt(SCATTER)), (1 - BELOW) * middle / variance, False
+
+
+def _two_kinds(low: float, high: float, likelier: float, clients: int) -> bool:
+    """Whether groups with these means are noisy and clean clients, and not all of one kind."""
+    far = low <= FAR_BELOW * high
+    if high < CLEAN:  # not enough to be clean for sure
+        return far and likelier >= 6
+    if clients <= FEW:
+        return low <= FEW_BELOW * high and likelier >= 1
+    return (far and likelier >= 1) or (low <= min(BELOW * high, ALIKE) and likelier >= 3)
 
 
 def _likeliest(x: FloatArray) -> tuple[int, float, float] | None:
     """The likeliest cut of sorted values: how many are below, how much likelier it is than none, the variance left.
 
-    The trusted group has two members at least, except among very few.
+    Likelier by twice the logarithm of the likelihoods' ratio, with each group's share of the clients in it. The trusted
+    group has two members at least, except among very few.
     """
     n, best = len(x), None
-    for below in range(1, n if n <= 4 else n - 1):
+    for below in range(1, n if n <= FEW else n - 1):
         parts = (x[:below], x[below:])
         variance = sum(float(part.var()) * len(part) for part in parts) / n + SCATTER
         mixing = sum(len(part) * math.log(len(part) / n) for part in parts)
@@ -181,7 +196,7 @@ def _likeliest(x: FloatArray) -> tuple[int, float, float] | None:
 
 
 def record(state: State, scores: Sequence[Reply]) -> State:
-    """Judges the clients that have answered, by the cut found before where there is one, and writes it to the memo."""
+    """Judges the clients that have answered, by the cut found before where it parted two groups; writes to the memo."""
     memo = {**state.memo, "asked_in": state.round}
     usable = {str(reply.client): row for reply in scores if (row := _evidence(reply)) is not None}
     if not usable:
@@ -189,17 +204,26 @@ def record(state: State, scores: Sequence[Reply]) -> State:
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return replace(state, memo=memo, stage="detection", notes={})
     before: Mapping[str, Any] = memo.get("detection", {})
-    known = (before["cut"], before["steepness"]) if "cut" in before else None
-    found = judge(list(usable.values()), known)
+    earlier: Mapping[str, Any] = before.get("clients", {})
+    rounds = dict.fromkeys(usable, state.round) | {k: row["round"] for k, row in earlier.items()}
+    if before.get("parted"):
+        found = judge(list(usable.values()), (before["cut"], before["steepness"]))
+        reason = before["reason"]
+    else:
+        again = {k: [row.get(name) for name in SENT] for k, row in earlier.items()}
+        usable = {k: row for k, row in again.items() if None not in row} | usable
+        found = judge(list(usable.values()))
+        reason = found.reason
     judged = {
         k: {"noisy": noisy, "posterior": float(p), "explained": float(e), **dict(zip(SENT, row, strict=True))}
-        | {"round": state.round}
+        | {"round": rounds[k]}
         for (k, row), noisy, p, e in zip(usable.items(), found.noisy, found.posterior, found.explained, strict=True)
     }
-    clients = {**before.get("clients", {}), **judged}
-    reason = before.get("reason", found.reason)
-    memo["detection"] = {"reason": reason, "cut": found.cut, "steepness": found.steepness, "clients": clients}
-    if "detector" not in memo:
+    memo["detection"] = {
+        "reason": reason, "cut": found.cut, "steepness": found.steepness, "parted": found.parted,
+        "clients": {**earlier, **judged},
+    }  # fmt: skip
+    if not before.get("parted"):
         memo["detector"] = {"trust": None if found.everybody else found.cut}
     kept = {**state.kept, SCORED: scoring_model(state)}
     return replace(state, memo=memo, stage="detection", notes={}, kept=kept)

@@ -82,14 +82,14 @@ def play(
     while state.round < state.rounds:
         known = tuple(clients() if callable(clients) else clients)
         began = time.perf_counter()
-        tasks = method.plan(state, Clients(known, draw(known, participation, state)))
-        if not tasks:
-            raise RuntimeError(f"{type(method).__name__}.plan asked nobody in round {state.round + 1}")
-        name = next(iter(tasks.values())).name
-        present = {k: task for k, task in tasks.items() if not _drops_out(state, name, k, failures)}
-        ledger = [Answer(k, "dropped", reason="simulated failure") for k in tasks if k not in present]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            tasks = method.plan(state, Clients(known, draw(known, participation, state)))
+            if not tasks:
+                raise RuntimeError(f"{type(method).__name__}.plan asked nobody in round {state.round + 1}")
+            name = next(iter(tasks.values())).name
+            present = {k: task for k, task in tasks.items() if not _drops_out(state, name, k, failures)}
+            ledger = [Answer(k, "dropped", reason="simulated failure") for k in tasks if k not in present]
             stream = _screened(exchange(method, present), Screen(present, state.classes), ledger)
             after = method.fold(state, Replies(name, tuple(tasks), stream))
             for _ in stream:

@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord
 from PIL import Image
 
 from fednoro.config import dump, resolve
+from fednoro.explained import SENT
 from fednoro.methods import METHODS
 
 NAMES, CLASSES, IMAGES = ("north", "east", "south", "west"), ("a", "b", "c"), 24
@@ -67,7 +68,7 @@ ARRAYS = {  # beside the model; C is the number of classes
     "losses": "C", "counts": "C", "confusion": "C×C", "centroids": "C×d",
 }  # fmt: skip
 AUDIT_ARRAYS = {"sums": "C", "counts": "C", "joint": "C×C"}
-METRICS = {"num-examples", "loss", "sce", "lid", "mu", "relabelled", "left", "left_error", "left_replica"}
+METRICS = {"num-examples", "loss", "sce", "lid", "mu", "relabelled", *SENT}
 CONFIG = {"task", "server-round", "client"}
 HELLO = {"site", "simulated", "partitions", "version", "classes", "shape"}
 

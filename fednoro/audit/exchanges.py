@@ -26,7 +26,7 @@ from torch import Tensor
 from fednoro.audit.counting import site_counts, site_joint, thresholds
 from fednoro.methods.fedavg import advance
 from fednoro.methods.fedla import FedLA
-from fednoro.methods.fednoro_plus import SOFT
+from fednoro.methods.fednoro_plus import CORRECTED_FROM, SOFT
 from fednoro.options import option
 from fednoro.seeds import generator
 from fednoro.types import (
@@ -122,10 +122,12 @@ class Audit(FedLA):
             kept = {"start": state.kept.get("start", state.model)}  # where the model of every fold begins
             return replace(super().fold(state, replies), stage="training to audit", kept=kept)
         if replies.task == "predict":
-            counts = [found for reply in replies if (found := _counts(reply, state.classes)) is not None]
-            total = np.sum(counts, axis=0) if counts else np.ones(state.classes)
-            memo = {**state.memo, "scored": state.memo.get("scored", 0) + 1, "prior": (total / total.sum()).tolist()}
-            return replace(state, memo=memo, notes={})
+            counts = {str(reply.client): found for reply in replies if (found := _counts(reply)) is not None}
+            known = {**state.memo.get("counts", {}), **{k: found.tolist() for k, found in counts.items()}}
+            total = np.sum(list(known.values()), axis=0) if known else np.ones(state.classes)
+            prior = (total / total.sum()).tolist()
+            scored = state.memo.get("scored", 0) + 1
+            return replace(state, memo={**state.memo, "scored": scored, "counts": known, "prior": prior}, notes={})
         if replies.task == "sums":
             known = dict(filter(None, (_usable_sums(reply, state.classes) for reply in replies)))
             if not known:
@@ -163,6 +165,8 @@ class Audit(FedLA):
         if task.name == "sums":
             prior = torch.from_numpy(np.array(task.arrays["prior"], dtype=np.float64))
             corrected = self.scores == "corrected" and SOFT in site.memory
+            if corrected and not torch.equal(site.memory[CORRECTED_FROM].cpu(), site.labels.cpu()):
+                raise UserError("labels have changed since the run: what it corrected is not about them; use early")
             likely = site.memory[SOFT].double().cpu() if corrected else site.memory[OUTPUTS] * prior
             site.memory[PROBABILITIES] = likely / likely.sum(dim=1, keepdim=True)
             sums, counts = site_counts(site.memory[PROBABILITIES].numpy(), y)
@@ -215,12 +219,14 @@ def _folds(task: Task, site: Site) -> IntArray:
     return folds_of(site.labels.cpu().numpy(), int(task.settings["folds"]), rng)
 
 
-def _counts(reply: Reply, classes: int) -> IntArray | None:
+def _counts(reply: Reply) -> IntArray | None:
+    """The class counts of a reply; None where they are not those of its images."""
     counts = _whole(reply.arrays.get("counts", np.zeros(0)))
-    if counts is None or counts.shape != (classes,):
-        _left_out(reply, "its counts are not one number per class")
-        return None
-    return counts
+    if counts is not None and counts.ndim == 1 and counts.sum() == reply.size:
+        return counts
+    message = f"client {reply.client}: its counts do not add up to its images, and are not among the class frequencies"
+    warnings.warn(message, FedNoRoWarning, stacklevel=3)
+    return None
 
 
 def _usable_sums(reply: Reply, classes: int) -> tuple[str, dict[str, Any]] | None:
@@ -244,6 +250,7 @@ def _usable_joint(reply: Reply, known: Mapping[str, Any]) -> tuple[str, list[lis
 
 def _whole(values: FloatArray) -> IntArray | None:
     fine = np.isfinite(values).all() and (values >= 0).all() and (values == np.floor(values)).all()
+    fine = fine and bool((values < 2**53).all())  # beyond that float64 has no ones
     return values.astype(np.int64) if fine else None
 
 

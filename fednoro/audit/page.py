@@ -13,6 +13,7 @@ from fednoro.types import FloatArray
 
 MANY = 0.1  # a site whose interval begins above this is named in the headline
 WEAK = 0.5  # a share over all sites above which the model is to be doubted before the labels
+EVERYWHERE = 0.15  # a share that even the best of several sites exceeds: much of it is the model's own mistakes
 
 
 @dataclass(frozen=True)
@@ -129,12 +130,20 @@ def lead(found: Findings) -> str:
 
 def doubt(found: Findings) -> str | None:
     """What speaks against the whole audit, if anything does."""
-    if found.overall.share is None or found.overall.share <= WEAK:
-        return None
-    return (
-        f"Over all sites more than {percent(WEAK)} of the labels look wrong. A model that has learnt too little looks "
-        "like that too: audit again with more rounds before you write to anybody."
-    )
+    if found.overall.share is not None and found.overall.share > WEAK:
+        return (
+            f"Over all sites more than {percent(WEAK)} of the labels look wrong. A model that has learnt too little "
+            "looks like that too: audit again with more rounds before you write to anybody."
+        )
+    estimates = [site.estimate for site in found.sites if site.estimate is not None]
+    shares = [estimate.high if estimate.share is None else estimate.share for estimate in estimates]
+    if len(shares) > 1 and min(shares) > EVERYWHERE:
+        return (
+            f"Even at the best site {percent(min(shares))} of the labels look wrong. Much of every share will be the "
+            "model's own mistakes: compare sites with each other, and read the letters from the top, rather than trust "
+            "a share."
+        )
+    return None
 
 
 def words(estimate: Estimate | None) -> str:
@@ -147,6 +156,8 @@ def words(estimate: Estimate | None) -> str:
 
 
 def _trained(account: Account) -> str:
+    if account.scores == "corrected":
+        return "nothing was trained for it"
     models = "one model was" if account.models == 1 else f"{account.models} models were"
     return f"{models} trained for {account.warmup} {'round' if account.warmup == 1 else 'rounds'}"
 

@@ -19,10 +19,10 @@ from fednoro.config import Config, resolve
 from fednoro.data.dataset import Dataset
 from fednoro.experiment import Lab, laboratory
 from fednoro.federation import Federation, fingerprint
-from fednoro.methods.fednoro_plus import SOFT
+from fednoro.methods.fednoro_plus import CORRECTED
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
-from fednoro.runs import RunFolder, load_checkpoint, to_device
+from fednoro.runs import RunFolder, Snapshot, load_checkpoint, to_device
 from fednoro.types import FedNoRoWarning, FloatArray, State, UserError, Weights
 
 EARLY = 10  # rounds before a model judges labels, where the run's method has no warm-up; FedNoRo's default
@@ -82,16 +82,17 @@ def examine(of: Subject, audit: Audit, clients: Sequence[Client] | None = None) 
     engine, config, watcher = of.lab.engine, of.config, of.lab.watcher
     engine.serve(of.federation.clients() if clients is None else clients)
     start = (
-        _end_of_run(of)
+        _left_by_run(of)
         if audit.scores == "corrected"
         else of.lab.calibrated(Packed(of.lab.initial, engine.device).weights())
     )
+    what = "training the models that judge the labels" if audit.training else "judging labels"
     state = State(start, 0, audit.rounds, engine.classes, config.seed)
     for turn in play(audit, state, engine.exchange, sorted(engine.clients), unmeasured, config.train.participation):
         state = turn.state
         for message in turn.warnings:
             watcher.warned(message)
-        watcher.progress("training the models that judge the labels", state.round, audit.rounds)
+        watcher.progress(what, state.round, audit.rounds)
     sent, served = Sent.of(state), engine.clients
     return Examined(
         sent.counts,
@@ -101,23 +102,29 @@ def examine(of: Subject, audit: Audit, clients: Sequence[Client] | None = None) 
     )
 
 
-def _end_of_run(of: Subject) -> Weights:
+def _left_by_run(of: Subject) -> Weights:
     """The run's last model; the engine's clients remember what they did then."""
-    saved, clients = RunFolder(of.folder).checkpoints(), of.lab.engine.clients
-    snapshot = load_checkpoint(saved[-1]) if saved else None
-    if snapshot is None or not any(SOFT in memory for memory in snapshot.memories.values()):
-        raise without_corrected_labels(of.folder)
-    for k, client in clients.items():
+    if (of.folder / "flower.json").exists():
+        raise UserError(
+            f"{of.folder} was simulated on Flower, and its clients' memories are not in its checkpoints: for --scores "
+            "corrected make the same run with `fednoro run`, or use early or cross_fit"
+        )
+    snapshot = end_of_run(of.folder)
+    for k, client in of.lab.engine.clients.items():
         client.memory.update(snapshot.memories.get(k, {}))
     return to_device(snapshot.state, of.lab.engine.device).model
 
 
-def without_corrected_labels(run: Path) -> UserError:
-    """What to say of such a run."""
-    return UserError(
-        f"{run} has no corrected labels: fednoro-plus leaves them, where it has flagged some clients and come to its "
-        "last stage; use --scores early or cross_fit"
-    )
+def end_of_run(run: Path) -> Snapshot:
+    """The newest checkpoint of a run that has corrected labels."""
+    saved = RunFolder(run).checkpoints()
+    snapshot = load_checkpoint(saved[-1]) if saved else None
+    if snapshot is None or not snapshot.state.memo.get(CORRECTED):
+        raise UserError(
+            f"{run} has no corrected labels: fednoro-plus leaves them, where it has flagged some clients and come to "
+            "its last stage; use --scores early or cross_fit"
+        )
+    return snapshot
 
 
 def unmeasured(weights: Weights) -> Evaluation:

@@ -20,7 +20,7 @@ from fednoro.types import UserError
 # Options that count rounds: they shrink and grow with `--rounds`, so that a short version keeps its proportions.
 IN_ROUNDS = {
     "fednoro": ("warmup", "ramp_end"), "fedlsr": ("warmup",), "rofl": ("warmup", "gradual"),
-    "fedcorr": ("finetune",), "fedcorr-la": ("finetune",), "fednoro-plus": ("warmup", "purge"),
+    "fedcorr": ("finetune",), "fedcorr-la": ("finetune",), "fednoro-plus": ("warmup", "purge", "correct_every"),
 }  # fmt: skip
 INSTEAD = {
     "seed": "--seeds", "out": "--out", "name": "the names that bench gives", "noise.rate": "--rates",

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from fednoro.audit.estimates import findings
 from fednoro.audit.exchanges import Audit, Sent
 from fednoro.audit.page import Account
-from fednoro.audit.simulated import unmeasured, verdicts_in, without_corrected_labels
+from fednoro.audit.simulated import end_of_run, unmeasured, verdicts_in
 from fednoro.audit.writing import write_page
 from fednoro.conduct import Watcher, held
 from fednoro.config import Config, resolve, section_name
@@ -34,10 +34,9 @@ from fednoro.flower.exchange import FlowerExchange
 from fednoro.flower.options import AuditOrder, Deployment
 from fednoro.flower.roster import Roster
 from fednoro.flower.site import run_order
-from fednoro.methods.fednoro_plus import CORRECTED
 from fednoro.rounds import Turn, play
-from fednoro.runs import RunFolder, load_checkpoint, to_device
-from fednoro.types import State, UserError, Weights
+from fednoro.runs import RunFolder, to_device
+from fednoro.types import State, UserError
 
 
 def audit_sites(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | None = None) -> Path:
@@ -51,7 +50,7 @@ def audit_sites(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | No
         roster = Roster(grid, folder, Deployment.read(run_config), lambda line: log(INFO, "%s", line))
         method = order.method()
         if method.scores == "corrected":
-            last_model(order.folder)  # before sites are waited for
+            end_of_run(order.folder)  # before sites are waited for
         sent = Sent.of(_played(grid, folder, config, roster, method, key, watcher, order.folder))
         page = _write(order, roster, sent)
         # Last: from now on the same order is a new audit.
@@ -94,7 +93,7 @@ def _played(
     state = folder.restore({})
     if state is None:
         if method.scores == "corrected":
-            start = last_model(of)
+            start = end_of_run(of).state.model
         else:
             start = network_for(config, roster.kind).weights()
             if config.model.recalibrate:
@@ -109,15 +108,6 @@ def _played(
             watcher.warned(message)
         watcher.progress(f"audit, {turn.task}: rounds", state.round, method.rounds)
     return state
-
-
-def last_model(run: Path) -> Weights:
-    """The model of a run that has corrected labels."""
-    saved = RunFolder(run).checkpoints()
-    state = load_checkpoint(saved[-1]).state if saved else None
-    if state is None or not state.memo.get(CORRECTED):
-        raise without_corrected_labels(run)
-    return state.model
 
 
 def _unmeasured(turn: Turn) -> Turn:

@@ -23,7 +23,7 @@ from fednoro.audit.exchanges import Audit
 from fednoro.flower.memory import Memory
 from fednoro.flower.records import SIZE, failure_records, read_task, reply_records
 from fednoro.flower.site import RefusedError, SiteOptions, Station, load_data, read_site, station
-from fednoro.methods.fednoro_plus import SOFT
+from fednoro.methods.fednoro_plus import CORRECTED_FROM, SOFT
 from fednoro.metrics import confusion
 from fednoro.privacy import protect
 from fednoro.types import Failure, FedNoRoWarning, Reply, Task, UserError, Weights
@@ -125,7 +125,7 @@ def _work(content: RecordDict, node: Node) -> RecordDict:
     before = memory.recall(clock)
     if isinstance(method, Audit) and method.run:
         left = Memory(root, method.run, number).newest()  # by that run
-        before |= {SOFT: left[SOFT]} if SOFT in left else {}
+        before |= {name: left[name] for name in (SOFT, CORRECTED_FROM) if name in left}
     client.memory.clear()
     client.memory.update(before)
     engine.serve([client])

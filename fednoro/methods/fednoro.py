@@ -17,7 +17,7 @@ and the server weighs each model by its distance to the nearest clean one:
 
     d(k) = min_{j ∈ S_c} ‖w_k − w_j‖₂,   D(k) = d(k) / max_j d(j),   w_g = Σ_k N_k e^{−D(k)} w_k / Σ_j N_j e^{−D(j)}
 
-With `detector: calibrated` clients are judged by the share of their labels that their own models explain instead
+With `detector: calibrated` clients are judged by the share of their labels that they can explain instead
 (`fednoro.explained`), which may flag nobody or everybody; stage 2 is the same.
 
 The paper's ablation takes pieces of stage 2 away: `noisy_clients` says whether flagged clients distil, train as clean

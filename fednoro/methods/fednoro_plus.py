@@ -1,4 +1,4 @@
-"""FedNoRo+: verdicts on an absolute scale, then purge, correct once, and train on everybody.
+"""FedNoRo+: verdicts that may be nobody or everybody, then purge, correct once, and train on everybody.
 
 It goes beyond Wu et al., FedNoRo, IJCAI 2023, whose mixture always splits the clients in two, and whose
 distillation collapses where most of them are noisy.
@@ -50,15 +50,16 @@ from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, Site, State, 
 from fednoro.verdicts import scoring_model, unscored, verdicts
 
 TEACHER = "teacher"  # among a state's kept models
-CORRECTED = "corrected"  # in the memo: clients whose labels have been corrected, and in which round
+CORRECTED = "corrected_after"  # in the memo: how many rounds were over when a client's labels were corrected
 SOFT = "soft"  # in a client's memory: q, N×C; among a task's settings: that it is to be learnt
+CORRECTED_FROM = "soft.given"  # in a client's memory: the labels that q was made of
 DISTIL = "distil"  # among a task's settings: that the global model is to be learnt
 LAMBDA, TEMPERATURE = 0.8, 0.8  # of that: FedNoRo's, at the end of its ramp
 
 
 @dataclass(frozen=True)
 class FedNoRoPlus(Method):
-    """Finds noisy clients on an absolute scale, trains without them, corrects their labels, then trains on all."""
+    """Finds noisy clients by what they can explain, trains without them, corrects their labels, then trains on all."""
 
     warmup: int = option(10, "rounds of FedLA before the clients are judged (T1)", ge=1)
     watch: int = option(WATCHED, "of these, the last ones in which clients measure what they can explain", ge=1)
@@ -89,6 +90,9 @@ class FedNoRoPlus(Method):
         if self.noisy is None and (unknown := unscored(state, clients)):
             return {k: Task("score", state.round, scoring_model(state)) for k in unknown}
         noisy, chosen = self._suspects(state, clients.present), clients.drawn
+        if state.round == self.warmup and (unknown := sorted(set(self.noisy or ()) - set(clients.present))):
+            message = f"method.noisy names clients that are not there: {', '.join(map(str, unknown))} (counted from 0)"
+            warnings.warn(message, FedNoRoWarning, stacklevel=2)
         if state.round < self.purged(state.rounds):
             clean = [k for k in clients.present if k not in noisy]
             if noisy and clean:
@@ -131,7 +135,8 @@ class FedNoRoPlus(Method):
         after = by_distance(state, replies, flags) if distant else super().fold(state, replies)
         if self.correct_every is not None:
             after = self._taught(state, after)
-        return replace(after, stage="training on corrected labels" if flagged else "training")
+        last = "distillation" if self.targets == DISTIL else "training on corrected labels"
+        return replace(after, stage=last if flagged else "training")
 
     def _judged(self, state: State, replies: Replies) -> State:
         after = record(state, list(replies))
@@ -189,6 +194,7 @@ class FedNoRoPlus(Method):
     def _correct(self, task: Task, site: Site) -> Tensor:
         """Keeps q; says how many labels are no longer the most probable ones."""
         q = corrected(site.logits(task, task.weights), site.labels, site.classes, self.iterations)
+        site.memory[CORRECTED_FROM] = site.labels
         site.memory[SOFT] = (held(q.argmax(dim=1), site.classes) if self.targets == "hard" else q).float()
         return (q.argmax(dim=1) != site.labels).sum()
 

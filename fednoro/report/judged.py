@@ -44,7 +44,7 @@ class Judged:
     reproduced: bool  # the mixture fitted again gives the recorded probabilities
     agreement: FloatArray | None  # K; share of other starts of the mixture that judge the client the same
     level: FloatArray | None  # FedCorr's estimate of the share of wrong labels
-    explained: FloatArray | None  # FedNoRo+: share of its labels that a client's own model explains
+    explained: FloatArray | None  # FedNoRo+: share of its labels that a client can explain
     cut: float | None  # below which a client is flagged for that
     marked: str  # what the verdict was made from
 

@@ -61,11 +61,11 @@ def test_b_is_the_adjusted_cross_entropy_over_the_entropy_of_the_labels(images: 
 
 
 def test_e_is_one_minus_the_mean_of_what_both_models_leave() -> None:
-    evidence = [[0.3, 0.2], [0.85, 0.3], [1.4, 0.1]]
-    assert judge(evidence).explained.tolist() == pytest.approx([1 - (a + b) / 2 for a, b in evidence], rel=1e-12)
+    evidence = [[0.3, 0.2], [0.85, 0.3], [1.4, 0.1], [1.9, 0.4]]
+    assert judge(evidence).explained.tolist() == pytest.approx([0.75, 0.425, 0.25, 0], rel=1e-12)
 
 
-@given(st.lists(st.floats(-0.3, 1), min_size=2, max_size=12))
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
 def test_the_cut_is_the_likeliest_of_all(shares: list[float]) -> None:
     """Two Gaussians of one variance with their shares of the clients, against one; by hand, over all cuts."""
     x = sorted(shares)
@@ -78,11 +78,28 @@ def test_the_cut_is_the_likeliest_of_all(shares: list[float]) -> None:
         entropy = sum(m * math.log(m / n) for m in (below, n - below))
         found.append((n * math.log(whole / (within / n + SCATTER)) + 2 * entropy, -below, low, high))
     likelier, below, low, high = max(found)
-    far = low <= 0.5 * high and likelier >= (1 if high >= 0.33 else 6)
-    parted = far or (low <= 0.72 * high and likelier >= 3 and high >= 0.33)
-    edges = [likelier - 1, likelier - 3, likelier - 6, low - 0.5 * high, low - 0.72 * high, high - 0.33]
+    share = low / high if high else 1.0
+    if high < 0.33:
+        parted = share <= 0.5 and likelier >= 6
+    elif n <= 4:
+        parted = share <= 0.6 and likelier >= 1
+    else:
+        parted = (share <= 0.5 and likelier >= 1) or (share <= 0.72 and low <= 0.42 and likelier >= 3)
+    parted = parted and high - low >= 0.05
+    edges = [
+        likelier - 1,
+        likelier - 3,
+        likelier - 6,
+        share - 0.5,
+        share - 0.6,
+        share - 0.72,
+        high - 0.33,
+        low - 0.42,
+        high - low - 0.05,
+    ]
     assume(min(map(abs, edges)) > 1e-9 and all(likelier - other[0] > 1e-9 for other in found if other[1] != below))
-    cut, _ = find_cut(np.array(shares))
+    cut, _, said = find_cut(np.array(shares))
+    assert said == parted
     if parted:
         assert cut == pytest.approx((x[-below - 1] + x[-below]) / 2)
     else:

@@ -81,13 +81,15 @@ def test_outputs_are_weighed_by_the_frequency_of_the_classes_over_all_sites(one_
         np.testing.assert_allclose(p, odds / odds.sum(axis=1, keepdims=True), atol=1e-12)
 
 
-def test_counts_that_are_none_leave_a_site_out_of_the_frequencies_alone(one_thread: None) -> None:
-    wire, audit = Wire({"predict": {"counts": np.full(CLASSES, -1.0)}}), Audit(warmup=1)
+@pytest.mark.parametrize("counts", [np.full(CLASSES, -1.0), np.full(CLASSES, 1e300), np.zeros(CLASSES)])
+def test_counts_that_are_none_leave_a_site_out_of_the_frequencies_alone(counts: Any, one_thread: None) -> None:
+    wire, audit = Wire({"predict": {"counts": counts}}), Audit(warmup=1)
     state = replace(start(), rounds=audit.rounds)
     turns = list(play(audit, state, wire.exchange, [c.id for c in wire.clients], unmeasured))
     others = np.concatenate([client.observed for client in wire.clients if client.id != 1])
     np.testing.assert_allclose(turns[-1].state.memo["prior"], np.bincount(others, minlength=CLASSES) / len(others))
-    assert any("its counts are not one number per class" in w for t in turns for w in t.warnings)
+    assert any("client 1: its counts do not add up to its images" in w for t in turns for w in t.warnings)
+    assert len(turns[-1].state.memo["joints"]) == len(MIXED), "it is not left out of the audit"
 
 
 def test_sites_send_sums_counts_one_joint_and_nothing_else(one_thread: None) -> None:

@@ -20,7 +20,7 @@ from fednoro.audit.counting import site_joint
 from fednoro.audit.estimates import Findings, findings
 from fednoro.audit.exchanges import LEVELS, PROBABILITIES
 from fednoro.audit.letter import Holding, Judgement, thumbnail, write_letter
-from fednoro.audit.page import Account, headline, page, to_json
+from fednoro.audit.page import Account, doubt, headline, page, to_json
 from fednoro.audit.pages import THEMES
 from fednoro.audit.sheets import neutral, sheet
 from fednoro.audit.writing import folder_names
@@ -145,6 +145,15 @@ def test_a_model_that_finds_fault_with_most_labels_is_itself_in_doubt() -> None:
     weak = findings({0: np.array([50, 50])}, {0: np.array([[10, 30], [30, 10]])}, ["a"], ["x", "y"], 5)
     html = page(weak, Account("r", "", "early", 1, 1, np.array([0.5, 0.5]))).decode()
     assert "Distrust this." in html and "audit again with more rounds" in html
+    both = {0: np.array([[60, 40], [30, 70]]), 1: np.array([[75, 25], [20, 80]])}
+    everywhere = findings({k: j.sum(axis=1) for k, j in both.items()}, both, ["a", "b"], ["x", "y"], 5)
+    assert "Even at the best site 22% of the labels look wrong." in (doubt(everywhere) or "")
+    alone = findings({0: both[0].sum(axis=1)}, {0: both[0]}, ["a"], ["x", "y"], 5)
+    assert doubt(alone) is None, "a single site may be as it is"
+    good = both | {2: np.array([[100, 0], [1, 99]])}
+    some = findings({k: j.sum(axis=1) for k, j in good.items()}, good, ["a", "b", "c"], ["x", "y"], 5)
+    assert some.sites[2].estimate is not None and some.sites[2].estimate.share is None
+    assert doubt(some) is None, "one site has hardly any, though how many may not be shown"
 
 
 def test_json_says_what_the_page_says() -> None:

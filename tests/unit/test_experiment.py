@@ -9,6 +9,7 @@ import pytest
 
 import fednoro
 from fednoro.config import anchored, resolve
+from fednoro.experiment import Watcher, laboratory
 
 TINY = (
     "data={name: synthetic, images: 160, classes: 3, size: 8, channels: 1}",
@@ -31,6 +32,16 @@ def test_a_client_that_was_never_judged_counts_as_flagged_as_it_was_trained(tmp_
     assert found["recall"] == len(flagged & noisy) / len(noisy)
     assert found["precision"] == len(flagged & noisy) / len(flagged)
     assert found["exact"] == (flagged == noisy)
+
+
+def test_where_nobody_is_noisy_no_annotator_and_no_engine_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve("digits", [*TINY, "noise={name: h_idn, rate: 0}", "method=fedla", "device=cpu"])
+    with laboratory(config, Watcher()) as lab:
+        monkeypatch.setattr(lab, "_engine_on", lambda *_: pytest.fail("an engine was made"))
+        federation = lab.federate(tmp_path)
+    assert federation.noisy is not None and not federation.noisy.any()
 
 
 def test_relative_paths_are_kept_absolute_so_that_a_run_resumes_from_anywhere(

@@ -74,7 +74,8 @@ def test_clients_below_the_cut_are_flagged_and_the_posterior_agrees(shares: list
 @given(SHARES)
 def test_a_cut_lies_between_two_clients_or_beyond_all(shares: list[float]) -> None:
     values = np.array(shares)
-    cut, _ = find_cut(values)
+    cut, _, parted = find_cut(values)
+    assert parted == (values.min() < cut < values.max())
     assert np.abs(values - cut).min() > 0 or len(set(shares)) < len(shares)
 
 
@@ -110,11 +111,25 @@ def test_the_answer_may_be_nobody_some_or_everybody(shares: tuple[float, ...], f
     assert found.reason == said + " (or the warm-up was too short to tell)" * found.everybody
 
 
-@given(st.integers(0, 2**31), st.integers(6, 40), st.floats(0.45, 0.9))
+@given(st.integers(0, 2**31), st.integers(2, 40), st.floats(0.53, 0.8))
 def test_clients_of_one_kind_are_not_parted(seed: int, clients: int, level: float) -> None:
     """Shares that scatter by a twelfth of their mean, as those of clean clients do."""
     shares = level * (1 + 0.085 * np.random.default_rng(seed).standard_normal(clients).clip(-2, 2))
     assert not any(judge(rows(shares.tolist())).noisy)
+
+
+@pytest.mark.parametrize(
+    "shares", [(0.9, 0.62), (0.9, 0.85, 0.6), (0.95, 0.9, 0.88, 0.62), (0.03, 0.0), (0.0, 0.04, 0.02)]
+)
+def test_few_clients_are_parted_only_if_they_differ_much(shares: tuple[float, ...]) -> None:
+    assert len(set(judge(rows(shares)).noisy)) == 1
+
+
+@pytest.mark.parametrize("left", [7.0, 1e9, 1e300])
+def test_one_client_far_out_hides_no_other(left: float) -> None:
+    found = judge([*rows([*NOISY, *CLEAN]), [left, left]])
+    assert found.noisy == (True,) * len(NOISY) + (False,) * len(CLEAN) + (True,)
+    assert found.explained[-1] == 0 and np.isfinite(found.posterior).all()
 
 
 @given(st.integers(0, 2**31), st.integers(2, 20), st.integers(2, 20), st.floats(0.45, 0.9))
@@ -216,6 +231,15 @@ def test_a_late_client_is_judged_by_the_first_cut_and_moves_nobody() -> None:
     assert {k: row for k, row in later.memo["detection"]["clients"].items() if k in known} == known
     assert later.memo["detection"]["clients"]["4"]["round"] == 3
     assert json.loads(json.dumps(later.memo, allow_nan=False)) == later.memo
+
+
+def test_until_two_groups_were_found_everybody_is_judged_anew() -> None:
+    first = record(start(), [reply(0, 0.1), reply(1, 0.15)])
+    assert verdicts(first) == {0: True, 1: True} and suspects(first, range(2)) == set()
+    later = record(replace(first, round=3), [reply(2, 0.8), reply(3, 0.7)])
+    assert verdicts(later) == {0: True, 1: True, 2: False, 3: False} and suspects(later, range(4)) == {0, 1}
+    assert [row["round"] for row in later.memo["detection"]["clients"].values()] == [0, 0, 3, 3]
+    assert later.memo["detection"]["parted"] and "2 of 4 clients flagged" in later.memo["detection"]["reason"]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1])

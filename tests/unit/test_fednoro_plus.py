@@ -23,7 +23,7 @@ from fednoro.display import Terminal
 from fednoro.engine import EagerEngine
 from fednoro.explained import EVIDENCE
 from fednoro.methods import FedLA, FedNoRo, FedNoRoPlus, Method
-from fednoro.methods.fednoro_plus import SOFT, TEACHER
+from fednoro.methods.fednoro_plus import CORRECTED, SOFT, TEACHER
 from fednoro.privacy import Protection, protect
 from fednoro.rounds import Evaluation, Turn, play
 from fednoro.runs import RunFolder
@@ -129,6 +129,79 @@ def test_correction_brings_most_labels_back_and_says_how_many() -> None:
     assert torch.equal(lab.clients[3].labels, torch.from_numpy(lab.clients[3].observed)), "what was observed stays"
 
 
+# Choices taken back
+
+
+def test_clients_that_are_known_to_be_noisy_are_not_looked_for() -> None:
+    lab = Lab(noisy=(3, 4))
+    played = lab.play(replace(METHOD, noisy=(2, 4, 77)))
+    (said,) = [message for turn in played for message in turn.warnings]
+    assert said == "method.noisy names clients that are not there: 77 (counted from 0)"
+    asked = [entry[:3] for entry in lab.asked if entry[0] != "train" or entry[1] >= 5]
+    everyone = tuple(range(CLIENTS))
+    purge = [("train", t, (0, 1, 3)) for t in (5, 6)]
+    assert asked == [*purge, ("correct", 7, (2, 4)), ("train", 7, everyone), ("train", 8, everyone)]
+    assert "detection" not in played[-1].state.memo and not any(EVIDENCE in c.memory for c in lab.clients.values())
+    assert [turn.state.stage for turn in played[-3:]] == ["correction", *["training on corrected labels"] * 2]
+
+
+def test_nobody_known_to_be_noisy_is_fedla_to_the_bit() -> None:
+    ours = Lab((3, 4)).play(replace(METHOD, noisy=()))
+    assert all(map(same, models(ours), models(usual((3, 4), FedLA())[1])))
+
+
+def test_labels_are_corrected_anew_as_often_as_asked_with_the_teacher_of_then() -> None:
+    lab = Lab(noisy=(3, 4))
+    teachers: list[Weights] = []
+
+    def exchange(method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
+        if (task := next(iter(tasks.values()))).name == "correct":
+            teachers.append(task.weights)
+        return lab.exchange(method, tasks)
+
+    method = replace(METHOD, correct_every=2, purge=1)
+    turns = list(play(method, start(ROUNDS), exchange, range(CLIENTS), lambda _: NOTHING))
+    assert [t for name, t, *_ in lab.asked if name == "correct"] == [6, 8]
+    assert turns[-1].state.memo[CORRECTED] == {"3": 8, "4": 8}
+    assert not same(*teachers) and not same(teachers[1], turns[-1].state.model)
+
+
+def test_hard_targets_are_the_most_probable_labels() -> None:
+    soft, hard = usual()[0], Lab((3, 4))
+    hard.play(replace(METHOD, targets="hard"))
+    for k in (3, 4):
+        q = hard.clients[k].memory[SOFT]
+        assert torch.equal(q, torch.nn.functional.one_hot(soft.clients[k].memory[SOFT].argmax(dim=1), CLASSES).float())
+
+
+def test_distillation_takes_the_place_of_correction_on_noisy_clients() -> None:
+    lab = Lab((3, 4))
+    method = replace(METHOD, targets="distil")
+    played = lab.play(method)
+    assert not [name for name, *_ in lab.asked if name == "correct"] and SOFT not in lab.clients[3].memory
+    assert played[-1].state.stage == "distillation"
+    last = next(turn.state for turn in reversed(played[:-1]) if turn.task == "train")
+    tasks = method.plan(last, EVERYONE)
+    assert {k for k, task in tasks.items() if task.settings} == {3, 4}
+    site = lab.site(lab.clients[3])
+    other = FedNoRo(adjust="both")
+    expected = other.work(replace(tasks[3], settings={"lam": 0.8}), site).weights
+    found = method.work(tasks[3], site).weights
+    assert expected is not None and found is not None and same(found, expected)
+
+
+def test_models_are_weighed_by_size_where_distance_shall_not_count() -> None:
+    lab = Lab((3, 4))
+    lab.clients[0].index, lab.clients[0].observed = lab.clients[0].index[:12], lab.clients[0].observed[:12]
+    notes = lab.play(replace(METHOD, aggregation="size"))[-1].state.notes
+    sizes = {k: len(client.index) for k, client in lab.clients.items()}
+    assert len(set(sizes.values())) == 2
+    assert notes == {k: {"weight": pytest.approx(n / sum(sizes.values()))} for k, n in sizes.items()}
+
+
+# Nobody and everybody
+
+
 def test_nobody_flagged_is_fedla_to_the_bit_over_a_whole_run() -> None:
     (lab, ours), (_, theirs) = usual(()), usual((), FedLA())
     assert not any(verdicts(ours[-1].state).values()) and len(verdicts(ours[-1].state)) == CLIENTS
@@ -229,7 +302,7 @@ def test_a_client_that_misses_the_correction_corrects_itself_and_is_asked_again(
     played = lab.play()
     assert [(t, who) for name, t, who, _ in lab.asked if name == "correct"] == [(7, (3, 4)), (8, (4,))]
     assert [soft for name, t, _, soft in lab.asked if name == "train" and t >= 7] == [(3, 4)] * 2
-    assert played[-1].state.memo["corrected"] == {"3": 7, "4": 8} and lab.right(4) > 0.8
+    assert played[-1].state.memo[CORRECTED] == {"3": 7, "4": 8} and lab.right(4) > 0.8
 
 
 def test_nobody_can_ever_be_judged_is_fedla() -> None:
@@ -363,7 +436,9 @@ def test_verdicts_are_shown_and_written_though_there_are_no_class_losses(method:
     watcher = Terminal(Console(file=text, width=120))
     run = fednoro.run("digits", method, *short, "device=cpu", f"out={tmp_path}", watcher=watcher)
     found = json.loads((run.folder / "detection.json").read_text())
-    assert run.detection == found and "explained shares" in found["reason"] and found["cut"] < 1
+    assert run.detection == found and "explained shares" in found["reason"]
+    for row in found["clients"].values():
+        assert row["noisy"] == (row["explained"] < found["cut"])
     lines = text.getvalue().splitlines()
     assert any(f"after round 2: {found['reason']}" in line for line in lines)
     for k, row in found["clients"].items():

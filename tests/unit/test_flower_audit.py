@@ -143,6 +143,7 @@ def test_corrected_labels_of_a_run_are_judged_at_the_sites_that_have_them(tmp_pa
     audit_sites(grid, ordered(run, scores="corrected"))
     asked = {str(m.content["config"]["task"]) for m in grid.received if "task" in m.content.config_records["config"]}
     assert asked == {"predict", "sums", "joint"}, "nothing is trained"
+    assert_inventory(grid, {"query", "train"}, AUDIT_ARRAYS)
     key = json.loads((run / "flower.json").read_text())["run"]
     memory = places["west"].parent / "memory"
     q = Memory(memory, key, west).newest()[SOFT].numpy()

@@ -101,13 +101,13 @@ def explained(run: Recorded, found: Judged | None) -> Figure | None:
         return scene
 
     caption = (
-        "How much better than chance a client’s own model learns its labels: 100% is all of them, 0 is no better than "
-        "labels drawn at random. "
+        "How much of a client’s labels the common model and its own explain, on average: 100% is all of them, 0 is no "
+        "more than their frequencies do. "
     )
     if found.cut is not None:
         below = int((shares < found.cut).sum())
         caption += f"{counted(below, 'client')} below the cut at {found.cut:.0%} look noisy. "
-        caption += "The scale is absolute, so that may be nobody or everybody."
+        caption += "That may be nobody or everybody."
     rows = tuple(
         (name, _number(shares[k]), "noisy" if found.noisy[order][k] else "clean") for k, name in enumerate(names)
     )
