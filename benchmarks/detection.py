@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from benchmarks.machine import describe, markdown
+from benchmarks.machine import describe, markdown, overrides_in
 from fednoro.config import resolve
 from fednoro.detect import NoisyClientDetector
 from fednoro.engine import choose_device
@@ -214,14 +214,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmups", type=int, nargs="+", default=None, help="default: FedNoRo's of the preset")
     parser.add_argument("--evidence", type=Path, default=None, help="a .jsonl file to go on from")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_intermixed_args(arguments)
+    words, overrides = overrides_in(arguments)
+    options = parser.parse_args(words)
 
-    asked = resolve(options.preset, ["method=fednoro", *options.overrides])
+    asked = resolve(options.preset, ["method=fednoro", *overrides])
     warmups: list[int] = options.warmups or [asked.method.warmup]  # type: ignore[attr-defined]
     ranges = options.ranges if hasattr(asked.noise, "low") else [None]
     settings = [
-        Setting(options.preset, tuple(options.overrides), seed, rate, span)
+        Setting(options.preset, overrides, seed, rate, span)
         for rate in options.rates
         for span in (ranges if rate else ranges[:1])
         for seed in options.seeds
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work = partial(evidence, warmups=warmups, path=options.evidence)
     for rows in _mapped(work, [group for group in groups if group], options.jobs):
         known |= {row["setting"]: row for row in rows}
-    print(f"{' '.join([options.preset, *options.overrides])}, seeds {', '.join(map(str, options.seeds))}\n")
+    print(f"{' '.join([options.preset, *overrides])}, seeds {', '.join(map(str, options.seeds))}\n")
     print("\n".join(table(known, settings, warmups)))
     print(f"\n{describe(choose_device(asked.device))}")
 

@@ -13,6 +13,13 @@ from pathlib import Path
 import torch
 
 
+def overrides_in(arguments: Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
+    """The command line without its `key=value`, and those: an option that takes several values would swallow them."""
+    given = sys.argv[1:] if arguments is None else arguments
+    overrides = [word for word in given if "=" in word and not word.startswith("-")]
+    return [word for word in given if word not in overrides], tuple(overrides)
+
+
 def describe(device: torch.device) -> str:
     """One line that names the machine, for under a table."""
     threads = torch.get_num_threads()

@@ -277,3 +277,21 @@ def test_paired_differences_are_those_of_the_same_seed(tmp_path: Path, capsys: p
     plus = table[-1]
     assert plus[2:6] == ["60.00 ± 0.00", "56.00 ± 1.41", "+5.00 ± 7.07", "+11.00 ± 5.66"]
     assert plus[6:] == ["-9.00 ± 5.66 (87%)", "1 of 2", "2"]
+
+
+def test_misjudged_prints_every_mistake_against_none(capsys: pytest.CaptureFixture[str]) -> None:
+    short = [
+        "train.epochs=1",
+        "noise.epochs=1",
+        "partition.clients=5",
+        "method.warmup=1",
+        "train.rounds=3",
+        "device=cpu",
+    ]
+    threads = torch.get_num_threads()
+    benchmark("misjudged").main(["--rates", "0.6", "--seeds", "1", *short])
+    torch.set_num_threads(threads)
+    table = lines(capsys.readouterr().out)
+    assert [row[:2] for row in table] == [["0.6", name] for name in benchmark("misjudged").MISTAKES]
+    assert table[0][3] == "+0.00 ± 0.00" and all(0 < number(row[2]) < 100 for row in table)
+    assert len({row[2] for row in table}) > 1
