@@ -148,7 +148,7 @@ def test_corrected_labels_are_judged_by_what_the_run_made_of_them(run: Run, tmp_
         wrong = {ids[i] for i in part if plus.federation.clean[i] != plus.federation.observed[i]}
         assert np.mean([i in wrong for i in first]) > 0.8
     page = (done.folder / "index.html").read_text(encoding="utf-8")
-    assert "corrected them to" in page and "nothing was trained for it" in page and "was trained for" not in page
+    assert "corrected them to" in page and "nothing was trained for it" in page and "model was trained" not in page
     with pytest.raises(UserError, match="has no corrected labels: fednoro-plus leaves them"):
         audit_run(run.folder, "corrected")
 

@@ -57,7 +57,7 @@ def test_every_method_has_a_configuration_at_few_rounds(method: str) -> None:
 
 def test_options_that_count_rounds_exist_and_all_of_them_are_scaled() -> None:
     for name, kind in REGISTERED.items():
-        known = ("warmup", "ramp_end", "gradual", "finetune", "purge")
+        known = ("warmup", "ramp_end", "gradual", "finetune", "purge", "correct_every")
         counting = {key for key in kind.__dataclass_fields__ if key in known}
         assert counting == set(IN_ROUNDS.get(name, ())), name
 
