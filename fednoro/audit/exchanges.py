@@ -9,6 +9,7 @@
 The probabilities stay in the site's memory, where its letter is made from them. `scores` says why the model has not
 memorised the labels that it judges: `early` stops before it could, `cross_fit` never shows it those labels. `corrected`
 trains nothing: it takes a finished run of FedNoRo+, with what that has made of the labels of the clients it flagged.
+What is most probable counts then, as sites were not judged by the same model and cannot share thresholds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.audit.counting import site_counts, site_joint, thresholds
+from fednoro.audit.counting import NEVER, SLACK, site_counts, site_joint, thresholds
 from fednoro.methods.fedavg import advance
 from fednoro.methods.fedla import FedLA
 from fednoro.methods.fednoro_plus import CORRECTED_FROM, SOFT
@@ -133,6 +134,8 @@ class Audit(FedLA):
             if not known:
                 raise UserError("the audit ends here: no site sent its sums, so there are no thresholds")
             level = thresholds([row["sums"] for row in known.values()], [row["counts"] for row in known.values()])
+            if self.scores == "corrected":  # from models of different kinds: what is most probable counts
+                level = np.where(level < NEVER, 2 * SLACK, NEVER)
             return replace(state, memo={**state.memo, "sums": known, "thresholds": level.tolist()}, notes={})
         known = state.memo["sums"]
         joints = dict(filter(None, (_usable_joint(reply, known) for reply in replies)))

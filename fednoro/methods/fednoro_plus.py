@@ -23,8 +23,9 @@ the teacher favours: on one federation of HAM10000 7% of the labels were right i
 Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) + log π_k)_y with
 π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo.
 
-Each choice can be taken back: `ema` 0 (the last model as teacher), `correct_every` (not once), `targets` (hard labels,
-or FedNoRo's distillation with both sides adjusted in place of corrected labels), `aggregation` (by size alone).
+Each choice can be taken back: `ema` 0 (the last model as teacher), `iterations` 0 (the teacher's opinion alone: right
+more often than q, but with less to learn from), `correct_every` (not once), `targets` (hard labels, or FedNoRo's
+distillation with both sides adjusted in place of corrected labels), `aggregation` (by size alone).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class FedNoRoPlus(Method):
     ema: float = option(
         0.9, "how much of the teacher stays in a round, once it is the mean of enough of them", ge=0, lt=1
     )
-    iterations: int = option(15, "steps of EM when labels are corrected", ge=1)
+    iterations: int = option(15, "steps of EM when labels are corrected; 0: the teacher's opinion alone", ge=0)
     correct_every: int | None = option(None, "rounds after which labels are corrected anew; default: never", ge=1)
     targets: Literal["soft", "hard", "distil"] = option("soft", "what noisy clients learn in the end")
     aggregation: Literal["distance", "size"] = option("distance", "what models are weighted by in the end")
@@ -205,6 +206,7 @@ def corrected(logits: Tensor, labels: Tensor, classes: int, iterations: int) -> 
     p = torch.where(p.isnan(), 1 / classes, p)  # an image about which the teacher says nothing
     given = held(labels, classes).double()  # N×C
     p = p * (given.sum(dim=0) + 0.5).sqrt()
+    p = p / p.sum(dim=1, keepdim=True)
     prior = 2 * torch.eye(classes, dtype=p.dtype, device=p.device) + 2 / classes
     transitions = prior / prior.sum(dim=1, keepdim=True)  # T[y, ȳ]
     q = p

@@ -147,6 +147,9 @@ def test_corrected_labels_are_judged_by_what_the_run_made_of_them(run: Run, tmp_
         first = [row["id"] for row in rows(done.letters[k].parent / "images.csv")][: round(0.3 * len(part))]
         wrong = {ids[i] for i in part if plus.federation.clean[i] != plus.federation.observed[i]}
         assert np.mean([i in wrong for i in first]) > 0.8
+        estimate = next(site.estimate for site in done.found.sites if site.client == k)
+        assert estimate is not None and estimate.share is not None
+        assert abs(estimate.share - plus.federation.rates[k]) < 0.15
     page = (done.folder / "index.html").read_text(encoding="utf-8")
     assert "corrected them to" in page and "nothing was trained for it" in page and "model was trained" not in page
     with pytest.raises(UserError, match="has no corrected labels: fednoro-plus leaves them"):

@@ -132,7 +132,9 @@ def em_by_hand(logits: Tensor, labels: Tensor, steps: int) -> list[list[float]]:
     prior = [[2.0 * (y == z) + 2 / CLASSES for z in range(CLASSES)] for y in range(CLASSES)]
     pi = [math.sqrt(given.count(y) + 0.5) for y in range(CLASSES)]
     transition = [[v / sum(row) for v in row] for row in prior]
-    q = p
+    q = [
+        [p[i][y] * pi[y] / sum(a * b for a, b in zip(p[i], pi, strict=True)) for y in range(CLASSES)] for i in range(n)
+    ]
     for _ in range(steps):
         q = []
         for i in range(n):
@@ -144,7 +146,7 @@ def em_by_hand(logits: Tensor, labels: Tensor, steps: int) -> list[list[float]]:
     return q
 
 
-@pytest.mark.parametrize("steps", [1, 2, 15])
+@pytest.mark.parametrize("steps", [0, 1, 2, 15])
 @pytest.mark.parametrize(("images", "present"), [(30, 4), (30, 2), (1, 1), (3, 1)])
 def test_labels_are_corrected_by_em_over_transitions(images: int, present: int, steps: int) -> None:
     logits, labels = drawn(images, 7 * images + present, present)
