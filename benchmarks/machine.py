@@ -77,6 +77,12 @@ def best_and_median(values: Sequence[float], digits: int = 1) -> str:
     return f"{min(values):.{digits}f} ({statistics.median(values):.{digits}f})"
 
 
+def spread(values: Sequence[float], sign: str = "") -> str:
+    """For a cell: mean ± standard deviation of shares, in points; a single one has no deviation."""
+    mean = f"{100 * statistics.mean(values):{sign}.2f}"
+    return f"{mean} ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else mean
+
+
 def ratio(over: Sequence[float], under: Sequence[float]) -> str:
     """For a cell: the median of the ratios within each repeat, and the smallest and largest of them.
 

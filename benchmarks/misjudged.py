@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import statistics
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 import fednoro
-from benchmarks.machine import describe, markdown, overrides_in
+from benchmarks.machine import describe, markdown, overrides_in, spread
 from fednoro.config import resolve
 from fednoro.engine import choose_device
 from fednoro.experiment import Watcher, laboratory
@@ -87,15 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mine = [found for cell, found in zip(cells, results, strict=True) if cell.rate == rate]
         for name in MISTAKES:
             less = [found[name] - found["none"] for found in mine]
-            rows.append([f"{rate:g}", name, _spread([found[name] for found in mine]), _spread(less, "+")])
+            rows.append([f"{rate:g}", name, spread([found[name] for found in mine]), spread(less, "+")])
     print(f"{' '.join([options.preset, *overrides])}, seeds {', '.join(map(str, options.seeds))}, Last in %\n")
     print(markdown(["ρ", "mistakes", "Last", "− none"], rows))
     print(f"\n{describe(choose_device('auto'))}")
-
-
-def _spread(values: Sequence[float], sign: str = "") -> str:
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{100 * statistics.mean(values):{sign}.2f} ± {100 * deviation:.2f}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.machine import markdown
+from benchmarks.machine import markdown, spread
 
 Key = tuple[str, float, float, float]  # row, ρ, η's range
 Runs = Mapping[Key, Mapping[int, Mapping[str, str]]]  # by seed
@@ -31,12 +31,6 @@ def read(paths: Sequence[Path]) -> Runs:
                     key = (line["row"], float(line["rate"]), float(line["low"] or 0), float(line["high"] or 0))
                     runs.setdefault(key, {})[int(line["seed"])] = line
     return runs
-
-
-def spread(values: Sequence[float], sign: str = "") -> str:
-    """Mean ± standard deviation in points."""
-    mean = f"{100 * statistics.mean(values):{sign}.2f}"
-    return f"{mean} ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
 def table(runs: Runs, of: str, against: Sequence[str], bound: str) -> Iterator[list[str]]:

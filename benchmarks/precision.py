@@ -6,20 +6,13 @@ python -m benchmarks.precision [PRESET] [--first 0] [--seeds 3] [--precisions fp
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 
 import fednoro
-from benchmarks.machine import describe, markdown
+from benchmarks.machine import describe, markdown, spread
 from fednoro.engine import choose_device
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation, in percentage points."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{100 * statistics.mean(values):+.2f} ± {100 * deviation:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             last.append(pair[1].last - pair[0].last)
     first, second = options.precisions
     print("\n" + markdown(["seed", "precision", "Best", "Last", "flagged", "s"], rows))
-    print(
-        f"\n{second} − {first}, mean ± std over {options.seeds} seeds: Best {spread(best)}, Last {spread(last)} points"
-    )
+    ahead = f"Best {spread(best, '+')}, Last {spread(last, '+')}"
+    print(f"\n{second} − {first}, mean ± std over {options.seeds} seeds: {ahead} points")
     print(f"\n{options.preset} {' '.join(options.overrides)}. {describe(choose_device('auto'))}")
 
 
