@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +27,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
-from torch import Tensor
 
-from benchmarks.machine import describe, markdown, overrides_in
+from benchmarks.machine import describe, in_processes, markdown, overrides_in
 from fednoro.config import resolve
 from fednoro.detect import NoisyClientDetector
 from fednoro.engine import choose_device
@@ -59,13 +54,10 @@ class Watched(FedLA):
             if WATCH not in task.settings:
                 return reply
             return replace(reply, metrics={**reply.metrics, "explained": measure(task, site, reply.weights)})
-        metrics: dict[str, Tensor] = {}
-        for name, augment in (("paper", False), ("reference", True)):
-            losses, _ = per_class_losses(site.logits(task, task.weights, augment), site.labels, site.classes)
-            metrics[name] = losses
-        received = left_over(site.logits(task, task.weights), site.labels, log_prior(site.counts))
-        metrics["received"] = received[None]
-        return Reply(site.client, site.size, metrics={**metrics, "counts": site.counts})
+        outputs = {"paper": site.logits(task, task.weights), "reference": site.logits(task, task.weights, augment=True)}
+        metrics = {name: per_class_losses(z, site.labels, site.classes)[0] for name, z in outputs.items()}
+        received = left_over(outputs["paper"], site.labels, log_prior(site.counts))
+        return Reply(site.client, site.size, metrics={**metrics, "received": received[None], "counts": site.counts})
 
 
 @dataclass(frozen=True)
@@ -126,10 +118,10 @@ def _watched(lab: Lab, federation: Federation, warmups: Sequence[int]) -> dict[s
     for number in range(max(warmups)):
         watch = any(0 < last - number <= WATCHED for last in warmups)
         tasks = {k: Task("train", number, state.model, {WATCH: True} if watch else {}) for k in clients}
-        replies = list(engine.exchange(method, tasks))
-        state = method.fold(state, Replies("train", tuple(tasks), [_answered(reply) for reply in replies]))
+        replies = [_answered(item) for item in engine.exchange(method, tasks)]
+        state = method.fold(state, Replies("train", tuple(tasks), replies))
         if watch:
-            rounds[str(number)] = [_answered(reply).metrics["explained"].tolist() for reply in replies]  # type: ignore[union-attr]
+            rounds[str(number)] = [reply.metrics["explained"].tolist() for reply in replies]  # type: ignore[union-attr]
         if number + 1 in warmups:
             tasks = {k: Task("score", number + 1, state.model) for k in clients}
             scored = [_answered(reply).metrics for reply in engine.exchange(method, tasks)]
@@ -169,7 +161,7 @@ def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> 
     return [bool(flag) for flag in rule.noisy_]
 
 
-def table(known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], warmups: Sequence[int]) -> Iterator[str]:
+def table(known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], warmups: Sequence[int]) -> str:
     """Per share, range, warm-up and detector: how often exactly the noisy clients were flagged, recall, precision."""
     groups: dict[tuple[float, str, int, str], list[tuple[list[bool], list[bool]]]] = {}
     for setting in settings:
@@ -191,7 +183,7 @@ def table(known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], w
         share = f"{sum(exact)} of {len(exact)} ({sum(exact) / len(exact):.0%})"
         rows.append(["all", "", str(warmup), detector, share, "", "", ""])
     header = ["noisy clients", "η", "T1", "detector", "exact", "recall", "precision", "flagged (of noisy) per seed"]
-    yield markdown(header, rows)
+    return markdown(header, rows)
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -234,20 +226,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         known = {row["setting"]: row for row in rows}
     groups = [[s for s in settings if s.seed == seed and s.key not in known] for seed in options.seeds]
     work = partial(evidence, warmups=warmups, path=options.evidence)
-    for rows in _mapped(work, [group for group in groups if group], options.jobs):
+    for rows in in_processes(work, [group for group in groups if group], options.jobs, "seeds"):
         known |= {row["setting"]: row for row in rows}
     print(f"{' '.join([options.preset, *overrides])}, seeds {', '.join(map(str, options.seeds))}\n")
-    print("\n".join(table(known, settings, warmups)))
+    print(table(known, settings, warmups))
     print(f"\n{describe(choose_device(asked.device))}")
-
-
-def _mapped(work: Any, groups: Sequence[Any], jobs: int) -> Iterator[Any]:
-    console = Console(stderr=True)
-    if min(jobs, len(groups)) <= 1:
-        yield from track(map(work, groups), "seeds", len(groups), console=console)
-        return
-    with ProcessPoolExecutor(min(jobs, len(groups)), multiprocessing.get_context("spawn")) as pool:
-        yield from track(pool.map(work, groups), "seeds", len(groups), console=console)
 
 
 if __name__ == "__main__":

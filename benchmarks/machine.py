@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import platform
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from rich.console import Console
+from rich.progress import track
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def overrides_in(arguments: Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
@@ -18,6 +26,16 @@ def overrides_in(arguments: Sequence[str] | None) -> tuple[list[str], tuple[str,
     given = sys.argv[1:] if arguments is None else arguments
     overrides = [word for word in given if "=" in word and not word.startswith("-")]
     return [word for word in given if word not in overrides], tuple(overrides)
+
+
+def in_processes(work: Callable[[Item], Result], items: Sequence[Item], jobs: int, what: str) -> Iterator[Result]:
+    """What `work` makes of each item, in order, so many at a time; shows how far it has come."""
+    console, jobs = Console(stderr=True), min(jobs, len(items))
+    if jobs <= 1:
+        yield from track(map(work, items), what, len(items), console=console)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # a fork would share the GPU
+        yield from track(pool.map(work, items), what, len(items), console=console)
 
 
 def describe(device: torch.device) -> str:

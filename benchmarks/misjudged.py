@@ -9,10 +9,9 @@ too many are left out of the purge and have their labels corrected. Last is the 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import tempfile
+import warnings
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,20 +19,14 @@ import numpy as np
 import torch
 
 import fednoro
-from benchmarks.machine import describe, markdown, overrides_in, spread
+from benchmarks.machine import describe, in_processes, markdown, overrides_in, spread
 from fednoro.config import resolve
 from fednoro.engine import choose_device
 from fednoro.experiment import Watcher, laboratory
+from fednoro.types import FedNoRoWarning
 
 MISTAKES = {"none": (0, 0), "one missed": (1, 0), "two missed": (2, 0), "one too many": (0, 1), "two too many": (0, 2),
             "one of each": (1, 1)}  # fmt: skip
-
-
-class Quiet(Watcher):
-    """Keeps warnings to itself: there would be one of each kind for every run."""
-
-    def warned(self, message: str) -> None:
-        """Says nothing."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +43,9 @@ def play(of: Federation) -> dict[str, float]:
     """Last by mistake."""
     torch.set_num_threads(1)
     settings = [*of.overrides, "method=fednoro-plus", f"noise.rate={of.rate:g}", f"seed={of.seed}"]
-    with tempfile.TemporaryDirectory(prefix="fednoro-") as out:
-        with laboratory(resolve(of.preset, settings), Quiet()) as lab:
+    with tempfile.TemporaryDirectory(prefix="fednoro-") as out, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedNoRoWarning)  # there would be one of each kind for every run
+        with laboratory(resolve(of.preset, settings), Watcher()) as lab:
             truth = lab.federate(Path(out)).noisy
         assert truth is not None, "artificial noise is known"
         rng = np.random.default_rng(of.seed)
@@ -59,9 +53,8 @@ def play(of: Federation) -> dict[str, float]:
         found = {}
         for number, (name, (missed, many)) in enumerate(MISTAKES.items()):
             told = sorted([*noisy[missed:], *clean[:many]])
-            run = fednoro.run(
-                of.preset, *settings, f"method.noisy={told}", f"out={out}", f"name=mistake-{number}", watcher=Quiet()
-            )
+            given = [f"method.noisy={told}", f"out={out}", f"name=mistake-{number}"]
+            run = fednoro.run(of.preset, *settings, *given)
             found[name] = run.last
     return found
 
@@ -76,11 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words, overrides = overrides_in(arguments)
     options = parser.parse_args(words)
     cells = [Federation(options.preset, overrides, rate, seed) for rate in options.rates for seed in options.seeds]
-    if options.jobs == 1:
-        results = [play(cell) for cell in cells]
-    else:
-        with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-            results = list(pool.map(play, cells))
+    results = list(in_processes(play, cells, options.jobs, "federations"))
     rows = []
     for rate in options.rates:
         mine = [found for cell, found in zip(cells, results, strict=True) if cell.rate == rate]

@@ -48,8 +48,8 @@ def table(runs: Runs, of: str, against: Sequence[str], bound: str) -> Iterator[l
             cells = [spread([float(found[seed][kind]) for seed in seeds]) for kind in ("best", "last")]
             ahead: list[str] = []
             for other in against:
-                pairs = [(rows[of], rows[other])] if row == of and other in rows and of in rows else []
-                ahead += [_ahead(*pair, seeds, kind) for pair in pairs for kind in ("best", "last")] or ["", ""]
+                comparable = row == of and other in rows
+                ahead += [_ahead(found, rows[other], seeds, k) if comparable else "" for k in ("best", "last")]
             reached = ""
             if row == of and rate and set(seeds) <= set(clean):
                 shares = [float(found[seed]["last"]) / float(clean[seed]["last"]) for seed in seeds]

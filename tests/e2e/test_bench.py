@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import fednoro
 from fednoro.bench.tables import METHODS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = (
     "--data", "digits", "--rates", "0.4", "--ranges", "0.5-0.7", "--seeds", "0", "--rounds", "4", "device=cpu",
@@ -46,14 +47,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         return (int(end.value.code or 0), *capfd.readouterr())
 
     return run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

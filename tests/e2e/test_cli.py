@@ -34,6 +34,8 @@ import fednoro
 from fednoro.config import REGISTRIES, dump, presets, resolve
 from fednoro.types import FedNoRoWarning, UserError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROUNDS, WARMUP, CLIENTS = 60, 5, 5
 TINY = (  # whole sections, so that a test may choose another part and leave these options behind
     "digits", "data={name: synthetic, images: 160, classes: 4, size: 8, channels: 1, difficulty: 0.1}",
@@ -88,14 +90,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         return Ended(code, *capfd.readouterr())
 
     return run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

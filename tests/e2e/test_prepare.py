@@ -13,19 +13,20 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from fednoro.config import presets
 from fednoro.data import SOURCES
 from fednoro.data.cache import Preparable, verify
 from fednoro.types import FedNoRoWarning
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 COMMAND = (sys.executable, "-m", "fednoro")
 TINY = (
@@ -103,14 +104,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         return Ended(code, *capfd.readouterr())
 
     return run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 
 from fednoro import experiment
@@ -31,6 +29,8 @@ from fednoro.rounds import Turn
 from fednoro.runs import RunFolder
 from fednoro.types import UserError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = (
     "data={name: synthetic, images: 160, classes: 3, size: 8, channels: 1}",
     "partition={name: iid, clients: 6}",
@@ -41,14 +41,6 @@ TINY = (
     "device=cpu",
 )
 HARD = Setting(0.5, 0.5, 0.7)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def order(out: Path, *overrides: str, seeds: tuple[int, ...] = (0,)) -> Order:
