@@ -487,12 +487,9 @@ def test_a_site_tells_what_it_holds() -> None:
 @pytest.mark.cuda
 @needs_cuda
 @pytest.mark.parametrize("model", [CNN, Resnet18()], ids=["cnn", "resnet18"])
-def test_training_on_cuda_is_close_to_the_cpu_and_bit_identical_to_itself(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As another engine may have left them: TF32 keeps three digits.
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+def test_training_on_cuda_is_close_to_the_cpu_and_bit_identical_to_itself(model: Model) -> None:
+    # As another engine may have left them: TF32 keeps three digits. The engine takes them back.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     data, cuda = dataset(20, 32), torch.device("cuda")
     # ResNet-18 takes one step of ten images: with fewer, its last 1×1 maps turn the last digit of a weight into
     # tenths of the result, on the CPU alone as well.

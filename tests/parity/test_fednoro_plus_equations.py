@@ -127,14 +127,15 @@ def test_a_client_measures_the_received_model_and_its_own(labels: list[int]) -> 
 # Correction
 
 
-def em_by_hand(logits: Tensor, labels: Tensor, steps: int) -> list[list[float]]:
+def em_by_hand(logits: Tensor, labels: Tensor, steps: int, opinion: float) -> list[list[float]]:
     p, given, n = [softmax(row) for row in logits.tolist()], labels.tolist(), len(labels)
     prior = [[2.0 * (y == z) + 2 / CLASSES for z in range(CLASSES)] for y in range(CLASSES)]
     pi = [math.sqrt(given.count(y) + 0.5) for y in range(CLASSES)]
     transition = [[v / sum(row) for v in row] for row in prior]
-    q = [
+    alone = [
         [p[i][y] * pi[y] / sum(a * b for a, b in zip(p[i], pi, strict=True)) for y in range(CLASSES)] for i in range(n)
     ]
+    q = list[list[float]]()
     for _ in range(steps):
         q = []
         for i in range(n):
@@ -143,16 +144,18 @@ def em_by_hand(logits: Tensor, labels: Tensor, steps: int) -> list[list[float]]:
         for y in range(CLASSES):
             row = [sum(q[i][y] for i in range(n) if given[i] == z) + prior[y][z] for z in range(CLASSES)]
             transition[y] = [v / sum(row) for v in row]
-    return q
+    return [[opinion * alone[i][y] + (1 - opinion) * q[i][y] for y in range(CLASSES)] for i in range(n)]
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 15])
+@pytest.mark.parametrize(("steps", "opinion"), [(1, 0.0), (2, 0.3), (15, 0.5), (15, 1.0)])
 @pytest.mark.parametrize(("images", "present"), [(30, 4), (30, 2), (1, 1), (3, 1)])
-def test_labels_are_corrected_by_em_over_transitions(images: int, present: int, steps: int) -> None:
+def test_labels_are_corrected_by_the_teacher_and_em_over_transitions(
+    images: int, present: int, steps: int, opinion: float
+) -> None:
     logits, labels = drawn(images, 7 * images + present, present)
-    q = corrected(logits, labels, CLASSES, steps)
+    q = corrected(logits, labels, CLASSES, steps, opinion)
     assert q.dtype == torch.float64
-    np.testing.assert_allclose(q.numpy(), em_by_hand(logits, labels, steps), rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(q.numpy(), em_by_hand(logits, labels, steps, opinion), rtol=1e-9, atol=1e-14)
 
 
 def test_correction_finds_a_systematic_swap() -> None:
@@ -161,7 +164,7 @@ def test_correction_finds_a_systematic_swap() -> None:
     truth = rng.integers(0, CLASSES, 300)
     given = np.where(rng.random(300) < 0.7, np.array([1, 0, 2, 3])[truth], truth)
     outputs = torch.from_numpy(rng.normal(size=(300, CLASSES)) + 2.5 * np.eye(CLASSES)[truth])
-    q = corrected(outputs, torch.from_numpy(given), CLASSES, 15)
+    q = corrected(outputs, torch.from_numpy(given), CLASSES, 15, 0.5)
     before, teacher, after = (
         (found == truth).mean() for found in (given, outputs.argmax(1).numpy(), q.argmax(1).numpy())
     )
@@ -171,7 +174,7 @@ def test_correction_finds_a_systematic_swap() -> None:
 def test_an_image_without_usable_outputs_leaves_the_others_as_they_are_sound() -> None:
     logits, labels = drawn(20, 3)
     logits[4] = math.nan
-    q = corrected(logits, labels, CLASSES, 15)
+    q = corrected(logits, labels, CLASSES, 15, 0.5)
     assert q.isfinite().all() and torch.allclose(q.sum(dim=1), torch.ones(20, dtype=torch.float64))
 
 
