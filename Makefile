@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 DEV_STAMP = $(VENV)/.installed-dev
 
-.PHONY: run test test-slow lint format docs notebooks bench bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture bench-audit bench-flower bench-privacy bench-detection bench-misjudged clean
+.PHONY: run test test-slow lint format docs notebooks bench bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture bench-audit bench-flower bench-privacy bench-detection bench-conditions bench-misjudged clean
 
 run: $(STAMP)
 	$(BIN)/fednoro run $(ARGS)
@@ -40,7 +40,7 @@ notebooks: $(DEV_STAMP)
 # Each takes a few minutes on two cores. ARGS are for one of them: make bench-engine ARGS="--network cnn --kd"
 bench: bench-digits bench-engine bench-scale bench-stages bench-mixture
 
-bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture bench-audit bench-flower bench-privacy bench-detection bench-misjudged: bench-%: $(DEV_STAMP)
+bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture bench-audit bench-flower bench-privacy bench-detection bench-conditions bench-misjudged: bench-%: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.$* $(ARGS)
 
 clean:

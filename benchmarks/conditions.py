@@ -86,7 +86,7 @@ def measured(cell: Cell, path: Path | None) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FedNoRoWarning)
         first = resolve(cell.preset, [*cell.overrides, f"method={PLUS}"])  # as-is: what the matrix depends on
-        extra = _matrix(first.data.load(cell.seed)) if cell.condition == "one-class" else ()
+        extra = one_class_alone(first.data.load(cell.seed)) if cell.condition == "one-class" else ()
         configs = {
             name: resolve(cell.preset, [*cell.settings, *extra, f"method={name}"]) for name in (PLUS, *cell.methods)
         }
@@ -101,8 +101,8 @@ def measured(cell: Cell, path: Path | None) -> dict[str, Any]:
     return line
 
 
-def _matrix(dataset: Dataset) -> tuple[str]:
-    """Wrong labels in the most frequent class alone, any other class with equal chances."""
+def one_class_alone(dataset: Dataset) -> tuple[str]:
+    """An override: wrong labels in the most frequent class alone, any other class with equal chances."""
     classes = len(dataset.classes)
     common = int(np.bincount(dataset.labels, minlength=classes).argmax())
     rows = np.eye(classes)

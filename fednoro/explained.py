@@ -19,7 +19,8 @@ is noisy if two are likelier than one and its mean is well below the upper one's
 as much as clean labels do, or the two are far apart. Otherwise all clients are alike, and nobody is flagged, or
 everybody, by the median. Everybody may also mean that the warm-up was too short to tell; either way nobody is to be
 trusted more than others. A cut between two groups stays: whoever comes later is judged by it, from one measure with the
-model that the others were scored with. Until there is one, everybody is judged anew whenever somebody comes later.
+model that the others were scored with. Until there is one, everybody is judged anew whenever somebody comes later, and
+whenever a method asks again.
 
 Measures stay in a client's memory until it is scored, with a last one of the model that all are scored with. Then it
 sends two numbers: min b_G and min b_k. They come from models that were trained on the same images, so that no noise of
@@ -205,13 +206,14 @@ def record(state: State, scores: Sequence[Reply]) -> State:
         return replace(state, memo=memo, stage="detection", notes={})
     before: Mapping[str, Any] = memo.get("detection", {})
     earlier: Mapping[str, Any] = before.get("clients", {})
-    rounds = dict.fromkeys(usable, state.round) | {k: row["round"] for k, row in earlier.items()}
+    rounds = {k: row["round"] for k, row in earlier.items()} | dict.fromkeys(usable, state.round)
+    again = bool(earlier.keys() & usable.keys())  # by a newer model
     if before.get("parted"):
         found = judge(list(usable.values()), (before["cut"], before["steepness"]))
         reason = before["reason"]
     else:
-        again = {k: [row.get(name) for name in SENT] for k, row in earlier.items()}
-        usable = {k: row for k, row in again.items() if None not in row} | usable
+        others = {k: [row.get(name) for name in SENT] for k, row in earlier.items()}
+        usable = {k: row for k, row in others.items() if None not in row} | usable
         found = judge(list(usable.values()))
         reason = found.reason
     judged = {
@@ -221,11 +223,12 @@ def record(state: State, scores: Sequence[Reply]) -> State:
     }
     memo["detection"] = {
         "reason": reason, "cut": found.cut, "steepness": found.steepness, "parted": found.parted,
+        "round": before.get("round", state.round) if before.get("parted") else state.round,
         "clients": {**earlier, **judged},
     }  # fmt: skip
     if not before.get("parted"):
         memo["detector"] = {"trust": None if found.everybody else found.cut}
-    kept = {**state.kept, SCORED: scoring_model(state)}
+    kept = {**state.kept, SCORED: state.model if again else scoring_model(state)}
     return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
 
 
@@ -233,6 +236,16 @@ def _evidence(reply: Reply) -> list[float] | None:
     """The two numbers that a client has sent; None where they cannot be used."""
     row = [float(reply.metrics.get(name, math.nan)) for name in SENT]
     return row if all(0 <= value < math.inf for value in row) else None
+
+
+def judged_in(state: State, default: int) -> int:
+    """How many rounds were over when the verdict was found; `default` before that."""
+    return int(state.memo.get("detection", {}).get("round", default))
+
+
+def nobody_trusted(state: State) -> bool:
+    """Whether there is a verdict, and it is that everybody is noisy."""
+    return "detector" in state.memo and state.memo["detector"]["trust"] is None
 
 
 def suspects(state: State, clients: Collection[int]) -> set[int]:

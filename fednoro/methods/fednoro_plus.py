@@ -6,11 +6,13 @@ distillation collapses where most of them are noisy.
 Stage 1, rounds 1..T1: FedLA. In the last `watch` rounds each client also measures how much of its labels the model that
 it receives and the one that it trains explain, e_k (`fednoro.explained`). Clients below a cut are noisy, S_n. That may
 be nobody, and then all that follows is FedLA, to the bit. If it is everybody, there is nobody to learn from, and it is
-FedLA too, with a warning: to trust the half that explains most measured worse. A client that could not be judged is not
-trusted until it is.
+FedLA too, with a warning: to trust the half that explains most measured worse. But the warm-up may have been too short
+to tell, so everybody is judged again every few rounds (`revise`) in the first half of the run; later, models know wrong
+labels by heart. A client that could not be judged is not trusted until it is.
 
-Stage 2, purge: FedLA on the clean clients S_c alone. The teacher f_T is the mean of the global models of these rounds,
-from the tenth on their moving average: w_T ← a w_T + (1 − a) w_g, a = min(0.9, t / (t + 1)), t = 0, 1, …
+Stage 2, purge, from the verdict on: FedLA on the clean clients S_c alone. The teacher f_T is the mean of the global
+models of these rounds, from the tenth on their moving average: w_T ← a w_T + (1 − a) w_g, a = min(0.9, t / (t + 1)),
+t = 0, 1, …
 
 Correct, once: on each noisy client, with the teacher's logits on its plain images, EM for the true labels under the
 client's own noise transitions,
@@ -45,7 +47,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fednoro.aggregate import average
-from fednoro.explained import WATCH, WATCHED, record, score, suspects, watch, watching
+from fednoro.explained import (
+    WATCH,
+    WATCHED,
+    judged_in,
+    nobody_trusted,
+    record,
+    score,
+    suspects,
+    watch,
+    watching,
+)
 from fednoro.losses import distill, held, log_prior, logit_adjusted_ce
 from fednoro.methods.fedavg import Method
 from fednoro.methods.fednoro import by_distance
@@ -68,7 +80,8 @@ class FedNoRoPlus(Method):
 
     warmup: int = option(10, "rounds of FedLA before the clients are judged (T1)", ge=1)
     watch: int = option(WATCHED, "of these, the last ones in which clients measure what they can explain", ge=1)
-    purge: int | None = option(None, "rounds on clean clients alone; default: 2/9 of what follows the warm-up", ge=0)
+    revise: int = option(5, "rounds after which everybody, if flagged, is judged again; 0: never", ge=0)
+    purge: int | None = option(None, "rounds on clean clients alone; default: 2/9 of what follows the verdict", ge=0)
     ema: float = option(
         0.9, "how much of the teacher stays in a round, once it is the mean of enough of them", ge=0, lt=1
     )
@@ -83,9 +96,9 @@ class FedNoRoPlus(Method):
         if self.warmup >= rounds:
             raise UserError(f"method.warmup must be below train.rounds ({rounds}), got {self.warmup}: set either")
 
-    def purged(self, rounds: int) -> int:
+    def purged(self, rounds: int, judged: int) -> int:
         """The round after which noisy clients come back; they do not where that is beyond the run."""
-        return self.warmup + (max(1, round(2 / 9 * (rounds - self.warmup))) if self.purge is None else self.purge)
+        return judged + (max(1, round(2 / 9 * (rounds - judged))) if self.purge is None else self.purge)
 
     # Server
 
@@ -95,11 +108,16 @@ class FedNoRoPlus(Method):
             return {k: Task("train", state.round, state.model, settings) for k in clients.drawn}
         if self.noisy is None and (unknown := unscored(state, clients)):
             return {k: Task("score", state.round, scoring_model(state)) for k in unknown}
+        if self._open(state):
+            due = state.round - judged_in(state, self.warmup) >= self.revise
+            if due and state.memo.get("asked_in") != state.round:  # where nobody answers, in a later round
+                return {k: Task("score", state.round, state.model) for k in clients.present}
+            return {k: Task("train", state.round, state.model, {WATCH: True}) for k in clients.drawn}
         noisy, chosen = self._suspects(state, clients.present), clients.drawn
         if state.round == self.warmup and (unknown := sorted(set(self.noisy or ()) - set(clients.present))):
             message = f"method.noisy names clients that are not there: {', '.join(map(str, unknown))} (counted from 0)"
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
-        if state.round < self.purged(state.rounds):
+        if state.round < self.purged(state.rounds, judged_in(state, self.warmup)):
             clean = [k for k in clients.present if k not in noisy]
             if noisy and clean:
                 rng = generator(state.seed, "purge", state.round)
@@ -112,6 +130,11 @@ class FedNoRoPlus(Method):
         if waiting and state.memo.get("corrected_in") != state.round:  # who does not answer is asked in a later round
             return {k: Task("correct", state.round, state.kept.get(TEACHER, state.model)) for k in waiting}
         return {k: Task("train", state.round, state.model, {SOFT: True} if k in noisy else {}) for k in chosen}
+
+    def _open(self, state: State) -> bool:
+        """Whether everybody is flagged, but may have been too early."""
+        everybody = self.noisy is None and nobody_trusted(state)
+        return everybody and self.revise > 0 and 2 * (judged_in(state, self.warmup) + self.revise) <= state.rounds
 
     def _suspects(self, state: State, clients: Collection[int]) -> set[int]:
         return suspects(state, clients) if self.noisy is None else {k for k in clients if k in self.noisy}
@@ -131,7 +154,7 @@ class FedNoRoPlus(Method):
             return replace(super().fold(state, replies), stage="warm-up")
         noisy = self._suspects(state, replies.asked)
         flagged = bool(self._suspects(state, verdicts(state)) if self.noisy is None else self.noisy)
-        if state.round < self.purged(state.rounds):
+        if state.round < self.purged(state.rounds, judged_in(state, self.warmup)):
             if noisy:
                 warnings.warn("no clean client to train on: noisy ones take part", FedNoRoWarning, stacklevel=2)
             return self._taught(state, replace(super().fold(state, replies), stage="purge" if flagged else "training"))
@@ -146,13 +169,14 @@ class FedNoRoPlus(Method):
 
     def _judged(self, state: State, replies: Replies) -> State:
         after = record(state, list(replies))
-        if "detector" not in state.memo and after.memo.get("detector", {"trust": 0})["trust"] is None:
-            message = "every client looks noisy and there is none to learn from: going on as FedLA"
+        if "detector" not in state.memo and nobody_trusted(after):
+            again = f", to be judged again in {self.revise} rounds" if self._open(after) else ""
+            message = f"every client looks noisy and there is none to learn from: going on as FedLA{again}"
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return after
 
     def _taught(self, state: State, after: State) -> State:
-        t = state.round - self.warmup
+        t = state.round - judged_in(state, self.warmup)
         a = min(self.ema, t / (t + 1))
         teacher = average([(state.kept.get(TEACHER, state.model), a), (after.model, 1 - a)])
         return replace(after, kept={**state.kept, TEACHER: teacher})

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import nn
 
 import fednoro
+from fednoro.data.dataset import Dataset
 from fednoro.engine import Hardware
 from fednoro.methods import Method
 from fednoro.models import Packed
@@ -295,3 +296,39 @@ def test_misjudged_prints_every_mistake_against_none(capsys: pytest.CaptureFixtu
     assert [row[:2] for row in table] == [["0.6", name] for name in benchmark("misjudged").MISTAKES]
     assert table[0][3] == "+0.00" and all(0 < number(row[2]) < 100 for row in table)
     assert len({row[2] for row in table}) > 1
+
+
+def test_conditions_are_played_from_one_warm_up_to_the_results_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ["train.epochs=1", "partition.clients=4", "train.rounds=4", "device=cpu"]
+    warmup = ["methods.fednoro.warmup=2", "methods.fednoro-plus.warmup=2"]
+    asked = ["--conditions", "one-class", "T1-20", "--seeds", "3", "--rate", "0.5"]
+    kept, threads = tmp_path / "results.jsonl", torch.get_num_threads()
+    conditions = benchmark("conditions")
+    three = ("methods.fednoro.warmup=3", "methods.fednoro-plus.warmup=3")
+    monkeypatch.setitem(conditions.CONDITIONS, "T1-20", three)
+    conditions.main([*asked, "--results", str(kept), *short, *warmup])
+    torch.set_num_threads(threads)
+    out = capsys.readouterr().out
+    assert [row[:2] for row in lines(out)] == [["one-class", "3"], ["T1-20", "3"]]
+    measured = [json.loads(line) for line in kept.read_text().splitlines()]
+    conditions.main([*asked, "--results", str(kept), *short, *warmup])
+    assert capsys.readouterr().out == out and len(kept.read_text().splitlines()) == 2
+
+    settings = [*short, "seed=3", "noise.rate=0.5", f"out={tmp_path}"]
+    for name in ("fedla", "fednoro", "fednoro-plus"):
+        options = [] if name == "fedla" else ["method.warmup=3"]
+        run = fednoro.run("digits", *settings, f"method={name}", *options)
+        found = measured[1][name]
+        assert (found["best"], found["last"]) == (run.best, run.last), name
+        if run.detection is not None:
+            assert (found["flagged"], found["exact"]) == (len(run.detection["flagged"]), run.detection["exact"])
+
+
+def test_noise_in_one_class_leaves_the_others_alone() -> None:
+    pixels, labels = np.zeros((10, 4, 4, 1), np.uint8), np.array([0, 1, 1, 1, 1, 2, 2, 2, 0, 1])
+    (override,) = benchmark("conditions").one_class_alone(Dataset(pixels, labels, ("a", "b", "c")))
+    rows = np.array(json.loads(override.removeprefix("noise.matrix=")))
+    assert rows[0].tolist() == [1, 0, 0] and rows[2].tolist() == [0, 0, 1]
+    assert rows[1].tolist() == pytest.approx([0.3, 0.4, 0.3])

@@ -29,7 +29,7 @@ from fednoro.rounds import Evaluation, Turn, play
 from fednoro.runs import RunFolder
 from fednoro.training import Training
 from fednoro.types import Clients, Failure, Reply, State, Task, UserError, Weights
-from fednoro.verdicts import verdicts
+from fednoro.verdicts import SCORED, verdicts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -278,7 +278,55 @@ def test_without_a_purge_the_warm_up_model_teaches() -> None:
 
 @pytest.mark.parametrize(("rounds", "purge", "ends"), [(95, None, 25), (12, None, 7), (6, None, 6), (40, 7, 12)])
 def test_purge_takes_two_ninths_of_what_follows_unless_it_is_set(rounds: int, purge: int | None, ends: int) -> None:
-    assert FedNoRoPlus(warmup=5, purge=purge).purged(rounds) == ends
+    assert FedNoRoPlus(warmup=5, purge=purge).purged(rounds, judged=5) == ends
+
+
+# Judged again
+
+EARLY = FedNoRoPlus(warmup=1, watch=1, revise=2, purge=2)
+
+
+def test_where_everybody_was_judged_too_early_a_later_verdict_counts() -> None:
+    lab = Lab(noisy=(3, 4))
+    played = lab.play(EARLY, start(16))
+    everyone = (0, 1, 2, 3, 4)
+    scores = [(turn.state.round, turn.state.memo["detection"]) for turn in played if turn.task == "score"]
+    assert [number for number, _ in scores] == [1, 3, 5][: len(scores)] and len(scores) > 1
+    assert "everybody flagged" in scores[0][1]["reason"] and not scores[0][1]["parted"]
+    judged, found = scores[-1]
+    assert found["parted"] and verdicts(played[-1].state) == {k: k in (3, 4) for k in everyone}
+    assert found["round"] == judged and all(row["round"] == judged for row in found["clients"].values())
+    trained = [(t, who) for name, t, who, _ in lab.asked if name == "train"]
+    assert trained[:judged] == [(t, everyone) for t in range(judged)]
+    assert trained[judged : judged + 3] == [(judged, (0, 1, 2)), (judged + 1, (0, 1, 2)), (judged + 2, everyone)]
+    assert [(t, who) for name, t, who, _ in lab.asked if name == "correct"] == [(judged + 2, (3, 4))]
+    said = [message for turn in played for message in turn.warnings]
+    assert said == [
+        "every client looks noisy and there is none to learn from: going on as FedLA, to be judged again in 2 rounds"
+    ]
+    before = next(turn.state for turn in played if turn.state.round == judged)
+    assert same(before.model, played[-1].state.kept[SCORED]), "who comes later is scored with the model of the verdict"
+
+
+@pytest.mark.parametrize(("method", "rounds"), [(replace(EARLY, revise=0), 8), (replace(EARLY, revise=4), 9)])
+def test_a_verdict_stays_where_it_is_not_to_be_revised_or_half_of_the_run_is_over(method: Method, rounds: int) -> None:
+    lab = Lab(noisy=(3, 4))
+    played = lab.play(method, start(rounds))
+    assert [t for name, t, *_ in lab.asked if name == "score"] == [1]
+    assert all(map(same, models(played), models(Lab(noisy=(3, 4)).play(FedLA(), start(rounds)))))
+    assert "judged again" not in played[1].warnings[0]
+
+
+def test_a_revision_that_nobody_answers_is_tried_in_the_next_round() -> None:
+    lab = Lab(noisy=(3, 4))
+    lab.away = lambda k, task: task.name == "score" and task.round == 3
+    played = lab.play(EARLY, start(16))
+    assert [t for name, t, *_ in lab.asked if name == "score"][:3] == [1, 3, 4]
+    assert ["no client could be scored" in " ".join(turn.warnings) for turn in played if turn.task == "score"][1]
+    assert verdicts(played[-1].state) == {k: k in (3, 4) for k in range(CLIENTS)}
+
+
+# Clients that are not there
 
 
 def test_a_client_that_misses_the_scoring_is_judged_later_by_the_same_cut() -> None:
