@@ -42,8 +42,8 @@ WRONG = 0.6  # of the most frequent class's labels, where that is the only class
 
 CONDITIONS: dict[str, tuple[str, ...]] = {
     "as-is": (),
-    "symmetric": ("noise=symmetric",),
-    "pair-flip": ("noise=pair_flip",),
+    "symmetric": ("noise=symmetric", "noise.low=0.3", "noise.high=0.5"),
+    "pair-flip": ("noise=pair_flip", "noise.low=0.3", "noise.high=0.5"),
     "one-class": ("noise=transition",),  # with a matrix that depends on the data
     "alpha-0.5": ("partition.alpha=0.5",),
     "sites": ("partition=by_column",),
