@@ -3,9 +3,10 @@
 python -m benchmarks.conditions [--preset digits] [--conditions symmetric pair-flip …] [--rate 0.4] [--seeds 0 1 2]
                                 [--methods fedla fednoro] [--results FILE] [--jobs 1] [key=value …]
 
-FedNoRo+ plays its warm-up, which is FedLA's, and goes on; the others go on from the same model. Last is the mean of the
-last 10 rounds, exact says how often exactly the noisy clients were flagged. --results keeps each federation's figures
-as a line of JSON: what is in the file is not measured again. Without --conditions, all that the data allows.
+FedNoRo+ plays its warm-up, which is FedLA's but for what clients measure, and goes on; the others go on from the same
+model, and their seconds are with that warm-up. Last is the mean of the last 10 rounds, exact says how often exactly the
+noisy clients were flagged. --results keeps each federation's figures as a line of JSON: what is in the file is not
+measured again. Without --conditions, all that the data allows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from fednoro.runs import to_device
 from fednoro.types import FedNoRoWarning, State
 from fednoro.verdicts import verdicts
 
-PLUS = "fednoro-plus"
+PLUS, SHARING = "fednoro-plus", ("fedla", "fednoro")  # whose warm-up is FedLA's
 WRONG = 0.6  # of the most frequent class's labels, where that is the only class with noise
 
 CONDITIONS: dict[str, tuple[str, ...]] = {
@@ -85,8 +86,9 @@ def measured(cell: Cell, path: Path | None) -> dict[str, Any]:
     torch.set_num_threads(min(2, torch.get_num_threads()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FedNoRoWarning)
-        first = resolve(cell.preset, [*cell.overrides, f"method={PLUS}"])  # as-is: what the matrix depends on
-        extra = one_class_alone(first.data.load(cell.seed)) if cell.condition == "one-class" else ()
+        extra: tuple[str, ...] = ()
+        if cell.condition == "one-class":
+            extra = one_class_alone(resolve(cell.preset, cell.overrides).data.load(cell.seed))
         configs = {
             name: resolve(cell.preset, [*cell.settings, *extra, f"method={name}"]) for name in (PLUS, *cell.methods)
         }
@@ -138,9 +140,13 @@ def _played(lab: Lab, federation: Federation, methods: Mapping[str, Method]) -> 
         if known := verdicts(state):
             assert federation.noisy is not None, "artificial noise is known"
             flagged = [known.get(k, True) for k in sorted(clients)]
-            found[name] |= {"flagged": sum(flagged), "exact": bool(detection(flagged, federation.noisy)[2])}
-            found["noisy"] = int(federation.noisy.sum())
+            found[name] |= {"flagged": _numbers(flagged), "exact": bool(detection(flagged, federation.noisy)[2])}
+            found["noisy"] = _numbers(federation.noisy.tolist())
     return found
+
+
+def _numbers(flags: Sequence[bool]) -> list[int]:
+    return [k for k, flag in enumerate(flags) if flag]
 
 
 # Telling
@@ -154,10 +160,10 @@ def table(lines: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
         cells = [condition, " ".join(str(line["seed"]) for line in mine)]
         for name in (*methods, PLUS):
             cells.append(spread([line[name]["last"] for line in mine]))
-            judged = [line[name] for line in mine if "exact" in line[name]]
+            judged = [line for line in mine if "exact" in line[name]]
             if judged:
-                exact = sum(row["exact"] for row in judged)
-                who = ", ".join(f"{line[name]['flagged']} ({line['noisy']})" for line in mine if "exact" in line[name])
+                exact = sum(line[name]["exact"] for line in judged)
+                who = ", ".join(f"{len(line[name]['flagged'])} ({len(line['noisy'])})" for line in judged)
                 cells[-1] += f"; exact {exact} of {len(judged)}: {who}"
         cells += [spread([line[PLUS]["last"] - line[name]["last"] for line in mine], "+") for name in methods]
         rows.append(cells)
@@ -171,15 +177,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--conditions", nargs="+", choices=list(CONDITIONS), default=None)
     parser.add_argument("--rate", type=float, default=0.4, help="share of noisy clients")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", default=["fedla", "fednoro"], help="beside fednoro-plus")
+    parser.add_argument("--methods", nargs="+", choices=SHARING, default=list(SHARING), help="beside fednoro-plus")
     parser.add_argument("--results", type=Path, default=None, help="a .jsonl file to go on from")
     parser.add_argument("--jobs", type=int, default=1, help="federations at a time")
     words, overrides = overrides_in(arguments)
     options = parser.parse_args(words)
 
-    methods = tuple(name for name in options.methods if name != PLUS)
+    methods = tuple(options.methods)
     asked = resolve(options.preset, [*overrides, f"method={PLUS}"])
-    wanted = options.conditions or [name for name in CONDITIONS if name != "sites" or _has_sites(asked.data.load)]
+    wanted = options.conditions or [
+        name for name in CONDITIONS if name != "sites" or asked.data.load(0).sites is not None
+    ]
     cells = [
         Cell(options.preset, overrides, name, options.rate, seed, methods) for name in wanted for seed in options.seeds
     ]
@@ -194,10 +202,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{' '.join([options.preset, *overrides])}, {span}\n")
     print(table([known[cell.key] for cell in cells], methods))
     print(f"\n{describe(choose_device(asked.device))}")
-
-
-def _has_sites(load: Callable[[int], Dataset]) -> bool:
-    return load(0).sites is not None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How much of its labels a client can explain: a scale for label noise that needs no other client.
 
-Wrong labels cannot be predicted, and cannot be learnt in a few local epochs; right ones can. In each of the last
-warm-up rounds a client measures on its plain images, in eval mode, with the model f_G that it has received and with the
-model f_k that it has trained from it, which share of its labels' entropy they leave:
+Wrong labels cannot be predicted, and cannot be learnt in a few local epochs; right ones can. In each of the rounds
+before a verdict a client measures on its plain images, in eval mode, with the model f_G that it has received and with
+the model f_k that it has trained from it, which share of its labels' entropy they leave:
 
     b_G = CE(f_G(x) + log π_k, ȳ) / H(π_k),   b_k = CE(f_k(x) + log π_k, ȳ) / H(π_k)
 
@@ -22,7 +22,7 @@ trusted more than others. A cut between two groups stays: whoever comes later is
 model that the others were scored with. Until there is one, everybody is judged anew whenever somebody comes later, and
 whenever a method asks again.
 
-Measures stay in a client's memory until it is scored, with a last one of the model that all are scored with. Then it
+Measures stay in a client's memory; when it is scored, it adds a last one of the model that all are scored with, and
 sends two numbers: min b_G and min b_k. They come from models that were trained on the same images, so that no noise of
 a known size would hide one image. A site that protects its scores (`fednoro.privacy`) therefore refuses to send them,
 and is not judged.
@@ -205,9 +205,12 @@ def record(state: State, scores: Sequence[Reply]) -> State:
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return replace(state, memo=memo, stage="detection", notes={})
     before: Mapping[str, Any] = memo.get("detection", {})
+    model = scoring_model(state)
+    if before.get("clients", {}).keys() & usable.keys():
+        # Judged again: by the present model. What clients said of an earlier one is not on its scale.
+        before, model = {}, state.model
     earlier: Mapping[str, Any] = before.get("clients", {})
-    rounds = {k: row["round"] for k, row in earlier.items()} | dict.fromkeys(usable, state.round)
-    again = bool(earlier.keys() & usable.keys())  # by a newer model
+    rounds = dict.fromkeys(usable, state.round) | {k: row["round"] for k, row in earlier.items()}
     if before.get("parted"):
         found = judge(list(usable.values()), (before["cut"], before["steepness"]))
         reason = before["reason"]
@@ -223,12 +226,12 @@ def record(state: State, scores: Sequence[Reply]) -> State:
     }
     memo["detection"] = {
         "reason": reason, "cut": found.cut, "steepness": found.steepness, "parted": found.parted,
-        "round": before.get("round", state.round) if before.get("parted") else state.round,
+        "round": before.get("round", state.round) if before.get("parted") == found.parted else state.round,
         "clients": {**earlier, **judged},
     }  # fmt: skip
     if not before.get("parted"):
         memo["detector"] = {"trust": None if found.everybody else found.cut}
-    kept = {**state.kept, SCORED: state.model if again else scoring_model(state)}
+    kept = {**state.kept, SCORED: model}
     return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
 
 
@@ -251,7 +254,7 @@ def nobody_trusted(state: State) -> bool:
 def suspects(state: State, clients: Collection[int]) -> set[int]:
     """Those of `clients` that are not trusted: noisy, or not judged while others are.
 
-    Where everybody was noisy at first, nobody is suspected more than others.
+    Where everybody is noisy, nobody is suspected more than others.
     """
     trust = state.memo.get("detector", {}).get("trust")
     if trust is None:

@@ -30,7 +30,7 @@ def unscored(state: State, clients: Clients) -> list[int]:
 
 
 def scoring_model(state: State) -> Weights:
-    """What clients are scored with: the model as it was when the first of them were."""
+    """What clients are scored with: the model as it was when the verdict was found."""
     return state.kept.get(SCORED, state.model)
 
 

@@ -106,12 +106,13 @@ class FedNoRoPlus(Method):
         if state.round < self.warmup:
             settings = watching(state, self.warmup, self.watch) if self.noisy is None else {}
             return {k: Task("train", state.round, state.model, settings) for k in clients.drawn}
+        may_change = self._may_change(state)
+        due = may_change and state.round - judged_in(state, self.warmup) >= self.revise
+        if due and state.memo.get("asked_in") != state.round:  # where nobody answers, in a later round
+            return {k: Task("score", state.round, state.model) for k in clients.present}
         if self.noisy is None and (unknown := unscored(state, clients)):
             return {k: Task("score", state.round, scoring_model(state)) for k in unknown}
-        if self._open(state):
-            due = state.round - judged_in(state, self.warmup) >= self.revise
-            if due and state.memo.get("asked_in") != state.round:  # where nobody answers, in a later round
-                return {k: Task("score", state.round, state.model) for k in clients.present}
+        if may_change:
             return {k: Task("train", state.round, state.model, {WATCH: True}) for k in clients.drawn}
         noisy, chosen = self._suspects(state, clients.present), clients.drawn
         if state.round == self.warmup and (unknown := sorted(set(self.noisy or ()) - set(clients.present))):
@@ -131,10 +132,11 @@ class FedNoRoPlus(Method):
             return {k: Task("correct", state.round, state.kept.get(TEACHER, state.model)) for k in waiting}
         return {k: Task("train", state.round, state.model, {SOFT: True} if k in noisy else {}) for k in chosen}
 
-    def _open(self, state: State) -> bool:
-        """Whether everybody is flagged, but may have been too early."""
-        everybody = self.noisy is None and nobody_trusted(state)
-        return everybody and self.revise > 0 and 2 * (judged_in(state, self.warmup) + self.revise) <= state.rounds
+    def _may_change(self, state: State) -> bool:
+        """Whether everybody is flagged, and is to be judged again before half of the run is over."""
+        if self.noisy is not None or not self.revise or not nobody_trusted(state):
+            return False
+        return 2 * max(state.round, judged_in(state, self.warmup) + self.revise) <= state.rounds
 
     def _suspects(self, state: State, clients: Collection[int]) -> set[int]:
         return suspects(state, clients) if self.noisy is None else {k for k in clients if k in self.noisy}
@@ -170,7 +172,7 @@ class FedNoRoPlus(Method):
     def _judged(self, state: State, replies: Replies) -> State:
         after = record(state, list(replies))
         if "detector" not in state.memo and nobody_trusted(after):
-            again = f", to be judged again in {self.revise} rounds" if self._open(after) else ""
+            again = f", to be judged again in {self.revise} rounds" if self._may_change(after) else ""
             message = f"every client looks noisy and there is none to learn from: going on as FedLA{again}"
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return after

@@ -323,7 +323,8 @@ def test_conditions_are_played_from_one_warm_up_to_the_results_of_runs(
         found = measured[1][name]
         assert (found["best"], found["last"]) == (run.best, run.last), name
         if run.detection is not None:
-            assert (found["flagged"], found["exact"]) == (len(run.detection["flagged"]), run.detection["exact"])
+            assert (found["flagged"], found["exact"]) == (run.detection["flagged"], run.detection["exact"])
+            assert measured[1]["noisy"] == run.detection["noisy"]
 
 
 def test_noise_in_one_class_leaves_the_others_alone() -> None:

@@ -294,7 +294,7 @@ def test_where_everybody_was_judged_too_early_a_later_verdict_counts() -> None:
     assert [number for number, _ in scores] == [1, 3, 5][: len(scores)] and len(scores) > 1
     assert "everybody flagged" in scores[0][1]["reason"] and not scores[0][1]["parted"]
     judged, found = scores[-1]
-    assert found["parted"] and verdicts(played[-1].state) == {k: k in (3, 4) for k in everyone}
+    assert found["parted"] and verdicts(played[-1].state) == RIGHT
     assert found["round"] == judged and all(row["round"] == judged for row in found["clients"].values())
     trained = [(t, who) for name, t, who, _ in lab.asked if name == "train"]
     assert trained[:judged] == [(t, everyone) for t in range(judged)]
@@ -317,13 +317,64 @@ def test_a_verdict_stays_where_it_is_not_to_be_revised_or_half_of_the_run_is_ove
     assert "judged again" not in played[1].warnings[0]
 
 
+RIGHT = {k: k in (3, 4) for k in range(CLIENTS)}
+
+
+def revised(away: Any, rounds: int = 16, noisy: Sequence[int] = (3, 4)) -> tuple[Lab, list[Turn]]:
+    lab = Lab(noisy)
+    lab.away = away
+    return lab, lab.play(EARLY, start(rounds))
+
+
+def scored(lab: Lab) -> list[tuple[int, tuple[int, ...]]]:
+    return [(t, who) for name, t, who, _ in lab.asked if name == "score"]
+
+
 def test_a_revision_that_nobody_answers_is_tried_in_the_next_round() -> None:
-    lab = Lab(noisy=(3, 4))
-    lab.away = lambda k, task: task.name == "score" and task.round == 3
-    played = lab.play(EARLY, start(16))
-    assert [t for name, t, *_ in lab.asked if name == "score"][:3] == [1, 3, 4]
+    lab, played = revised(lambda k, task: task.name == "score" and task.round == 3)
+    assert [t for t, _ in scored(lab)][:3] == [1, 3, 4]
     assert ["no client could be scored" in " ".join(turn.warnings) for turn in played if turn.task == "score"][1]
-    assert verdicts(played[-1].state) == {k: k in (3, 4) for k in range(CLIENTS)}
+    assert verdicts(played[-1].state) == RIGHT
+
+
+def test_a_revision_that_nobody_answers_is_given_up_after_half_of_the_run() -> None:
+    lab, played = revised(lambda k, task: task.name == "score" and task.round > 1)
+    assert [t for t, _ in scored(lab)] == [1, *range(3, 9)]
+    assert all(verdicts(played[-1].state).values())
+    assert all(map(same, models(played), models(Lab(noisy=(3, 4)).play(FedLA(), start(16)))))
+
+
+def test_who_misses_a_revision_is_judged_by_it_later_not_by_what_it_said_before() -> None:
+    lab, played = revised(lambda k, task: k == 0 and task.name == "score" and task.round == 3)
+    first = next(turn for turn in played if turn.task == "score" and turn.state.round == 3).state
+    assert first.memo["detection"]["parted"] and 0 not in verdicts(first)
+    assert (3, (1, 2)) in [(t, who) for name, t, who, _ in lab.asked if name == "train"], "not trusted meanwhile"
+    assert scored(lab)[-1] == (4, (0,)) and verdicts(played[-1].state) == RIGHT
+
+
+def test_a_client_that_never_answers_does_not_keep_the_others_from_being_judged_again() -> None:
+    lab, played = revised(lambda k, task: k == 0 and task.name == "score")
+    assert (3, (0, 1, 2, 3, 4)) in scored(lab)
+    assert verdicts(played[-1].state) == {k: noisy for k, noisy in RIGHT.items() if k}
+
+
+def test_a_client_that_comes_late_does_not_put_a_revision_off() -> None:
+    lab, played = revised(lambda k, task: k == 0 and task.name == "score" and task.round == 1, rounds=6)
+    assert [t for t, _ in scored(lab)] == [1, 2, 3] and verdicts(played[-1].state) == RIGHT
+
+
+def test_a_late_verdict_that_changes_nothing_does_not_begin_the_purge_anew() -> None:
+    """Nobody is noisy, two cannot be scored for long: they are purged and come back, and stay."""
+    lab = Lab()
+    lab.away = lambda k, task: k in (3, 4) and task.name == "score" and task.round < (9 if k == 3 else 99)
+    lab.play(begin=start(13))
+    trained = {t: who for name, t, who, _ in lab.asked if name == "train"}
+    assert [t for t, who in trained.items() if who != (0, 1, 2, 3, 4)] == [5, 6]
+
+
+def test_noisy_clients_alone_stay_flagged_whoever_misses_a_revision() -> None:
+    _, played = revised(lambda k, task: k in (0, 1) and task.name == "score" and task.round == 3, noisy=range(CLIENTS))
+    assert not any(turn.state.memo["detection"]["parted"] for turn in played if turn.task == "score")
 
 
 # Clients that are not there

@@ -452,3 +452,21 @@ def test_a_factory_must_be_a_function() -> None:
 def test_a_factory_that_does_not_take_its_options_is_named() -> None:
     with pytest.raises(UserError, match=r"model\.factory 'builtins:dict' returned dict|cannot be called"):
         Factory(factory="builtins:len", options={"depth": 3}).build(1, 2)
+
+
+@pytest.mark.parametrize("size", [7, 8, 28])
+def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(size: int) -> None:
+    torch.manual_seed(0)
+    net = SmallCNN(1, 3, 4)
+    after = copy.deepcopy(net)
+    for place, layer in enumerate(after.trunk):
+        if isinstance(layer, nn.MaxPool2d):
+            after.trunk[place], after.trunk[place + 1] = after.trunk[place + 1], layer
+    assert [type(layer).__name__ for layer in after.trunk[2:4]] == ["ReLU", "MaxPool2d"]
+    x = torch.rand(5, 1, size, size).round(decimals=1)  # with ties
+    y = torch.tensor([0, 1, 2, 0, 1])
+    for one in (net, after):
+        nn.functional.cross_entropy(one(x), y).backward()
+    for one, other in zip(net.parameters(), after.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+    assert torch.equal(net.eval()(x), after.eval()(x))
