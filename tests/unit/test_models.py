@@ -459,9 +459,8 @@ def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(size: int) -
     torch.manual_seed(0)
     net = SmallCNN(1, 3, 4)
     after = copy.deepcopy(net)
-    for place, layer in enumerate(after.trunk):
-        if isinstance(layer, nn.MaxPool2d):
-            after.trunk[place], after.trunk[place + 1] = after.trunk[place + 1], layer
+    for place in [k for k, layer in enumerate(after.trunk) if isinstance(layer, nn.MaxPool2d)]:
+        after.trunk[place], after.trunk[place + 1] = after.trunk[place + 1], after.trunk[place]
     assert [type(layer).__name__ for layer in after.trunk[2:4]] == ["ReLU", "MaxPool2d"]
     x = torch.rand(5, 1, size, size).round(decimals=1)  # with ties
     y = torch.tensor([0, 1, 2, 0, 1])
