@@ -88,7 +88,8 @@ class Audit(FedLA):
             return (
                 "At sites that the run had flagged, labels were judged by what it had corrected them to: by a model of "
                 "the other sites, and by how often the site's labels differ from it. At the others they were judged by "
-                "the run's last model, which has learnt from them and may know wrong ones by heart."
+                "the run's last model, which has learnt from them and may know wrong ones by heart. Correction leaves "
+                "what may be right as it is: at flagged sites more labels are wrong, also beyond the interval."
             )
         return (
             f"The labels were judged by {self.folds} models, each trained for {rounds} without the labels "

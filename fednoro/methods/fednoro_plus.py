@@ -90,7 +90,7 @@ class FedNoRoPlus(Method):
     correct_every: int | None = option(None, "rounds after which labels are corrected anew; default: never", ge=1)
     targets: Literal["soft", "hard", "distil"] = option("soft", "what noisy clients learn in the end")
     aggregation: Literal["distance", "size"] = option("distance", "what models are weighted by in the end")
-    noisy: tuple[int, ...] | None = option(None, "clients known to be noisy, by number; default: they are looked for")
+    noisy: tuple[int, ...] | None = option(None, "clients known to be noisy, as [0, 3]; default: they are looked for")
 
     def check(self, rounds: int) -> None:
         if self.warmup >= rounds:
@@ -172,7 +172,8 @@ class FedNoRoPlus(Method):
     def _judged(self, state: State, replies: Replies) -> State:
         after = record(state, list(replies))
         if "detector" not in state.memo and nobody_trusted(after):
-            again = f", to be judged again in {self.revise} rounds" if self._may_change(after) else ""
+            until = f", judged again every {self.revise} rounds up to round {state.rounds // 2}"
+            again = until if self._may_change(after) else ""
             message = f"every client looks noisy and there is none to learn from: going on as FedLA{again}"
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return after

@@ -228,7 +228,7 @@ def _about_classes(confusion: IntArray, names: tuple[str, ...]) -> list[str]:
     lines = []
     poor = [f"{quoted(names[c])} ({recall[c]:.0%})" for c in np.flatnonzero(recall < POOR_RECALL)]
     if poor:
-        lines.append(f"Most images of {listed(poor, 6)} are not recognised.")
+        lines.append(f"Recognised less than half of the time: {listed(poor, 6)}.")
     absent = [quoted(names[c]) for c in np.flatnonzero(tested == 0)]
     if absent:
         them = "it" if len(absent) == 1 else "them"

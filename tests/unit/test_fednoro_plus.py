@@ -302,7 +302,8 @@ def test_where_everybody_was_judged_too_early_a_later_verdict_counts() -> None:
     assert [(t, who) for name, t, who, _ in lab.asked if name == "correct"] == [(judged + 2, (3, 4))]
     said = [message for turn in played for message in turn.warnings]
     assert said == [
-        "every client looks noisy and there is none to learn from: going on as FedLA, to be judged again in 2 rounds"
+        "every client looks noisy and there is none to learn from: going on as FedLA, judged again every 2 rounds "
+        "up to round 8"
     ]
     before = next(turn.state for turn in played if turn.state.round == judged)
     assert same(before.model, played[-1].state.kept[SCORED]), "who comes later is scored with the model of the verdict"

@@ -107,7 +107,7 @@ def explained(run: Recorded, found: Judged | None) -> Figure | None:
     if found.cut is not None:
         below = int((shares < found.cut).sum())
         caption += f"{counted(below, 'client')} below the cut at {found.cut:.0%} look noisy. "
-        caption += "That may be nobody or everybody."
+        caption += "This rule can also flag nobody, or everybody."
     rows = tuple(
         (name, _number(shares[k]), "noisy" if found.noisy[order][k] else "clean") for k, name in enumerate(names)
     )
