@@ -24,19 +24,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import describe, in_processes, markdown, overrides_in, spread
+from benchmarks.machine import describe, in_processes, keep, kept, markdown, overrides_in, spread
+from fednoro.conduct import verdict_of
 from fednoro.config import resolve
 from fednoro.data.dataset import Dataset
 from fednoro.engine import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory, tester
 from fednoro.federation import Federation, assemble
 from fednoro.methods import Method
-from fednoro.metrics import best_last, detection
+from fednoro.metrics import best_last
 from fednoro.models import Packed
 from fednoro.rounds import play
 from fednoro.runs import to_device
 from fednoro.types import FedNoRoWarning, State
-from fednoro.verdicts import verdicts
 
 PLUS, SHARING = "fednoro-plus", ("fedla", "fednoro")  # whose warm-up is FedLA's
 WRONG = 0.6  # of the most frequent class's labels, where that is the only class with noise
@@ -97,9 +97,7 @@ def measured(cell: Cell, path: Path | None) -> dict[str, Any]:
             federation = assemble(*parts, lab.annotate)
             found = _played(lab, federation, {name: config.method for name, config in configs.items()})
     line = {"setting": cell.key, "condition": cell.condition, "seed": cell.seed, **found}
-    if path is not None:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    keep(path, line)
     return line
 
 
@@ -137,16 +135,10 @@ def _played(lab: Lab, federation: Federation, methods: Mapping[str, Method]) -> 
                 shared = state, [*bacc], time.perf_counter() - began
         best, last, _ = best_last(bacc)
         found[name] = {"best": best, "last": last, "seconds": seconds + time.perf_counter() - began}
-        if known := verdicts(state):
-            assert federation.noisy is not None, "artificial noise is known"
-            flagged = [known.get(k, True) for k in sorted(clients)]
-            found[name] |= {"flagged": _numbers(flagged), "exact": bool(detection(flagged, federation.noisy)[2])}
-            found["noisy"] = _numbers(federation.noisy.tolist())
+        if (verdict := verdict_of(state, len(clients), federation.noisy)) is not None:
+            found[name] |= {key: verdict[key] for key in ("flagged", "exact")}
+            found["noisy"] = verdict["noisy"]
     return found
-
-
-def _numbers(flags: Sequence[bool]) -> list[int]:
-    return [k for k, flag in enumerate(flags) if flag]
 
 
 # Telling
@@ -191,10 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cells = [
         Cell(options.preset, overrides, name, options.rate, seed, methods) for name in wanted for seed in options.seeds
     ]
-    known: dict[str, dict[str, Any]] = {}
-    if options.results and options.results.exists():
-        rows = map(json.loads, options.results.read_text(encoding="utf-8").splitlines())
-        known = {row["setting"]: row for row in rows if {PLUS, *methods} <= row.keys()}
+    known = {row["setting"]: row for row in kept(options.results) if {PLUS, *methods} <= row.keys()}
     missing = [cell for cell in cells if cell.key not in known]
     work = partial(measured, path=options.results)
     known |= {line["setting"]: line for line in in_processes(work, missing, options.jobs, "federations")}

@@ -16,7 +16,6 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.machine import describe, in_processes, markdown, overrides_in
+from benchmarks.machine import describe, in_processes, keep, kept, markdown, overrides_in
 from fednoro.config import resolve
 from fednoro.detect import NoisyClientDetector
 from fednoro.engine import choose_device
@@ -96,9 +95,7 @@ def evidence(settings: Sequence[Setting], warmups: Sequence[int], path: Path | N
                 parts = (lab.dataset, lab.config.split, lab.config.partition, noise, setting.seed)
                 federation = assemble(*parts, partial(_remembered, lab, opinions))
                 found.append({"setting": setting.key, **_watched(lab, federation, warmups)})
-                if path is not None:
-                    with path.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(found[-1]) + "\n")
+                keep(path, found[-1])
     return found
 
 
@@ -218,12 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for span in (ranges if rate else ranges[:1])
         for seed in options.seeds
     ]
-    known: dict[str, dict[str, Any]] = {}
-    if options.evidence and options.evidence.exists():
-        lines = options.evidence.read_text(encoding="utf-8").splitlines()
-        # A setting may be there twice, with warm-ups of different lengths.
-        rows = [row for row in map(json.loads, lines) if {str(t) for t in warmups} <= row["losses"].keys()]
-        known = {row["setting"]: row for row in rows}
+    # A setting may be there twice, with warm-ups of different lengths.
+    usable = [row for row in kept(options.evidence) if {str(t) for t in warmups} <= row["losses"].keys()]
+    known = {row["setting"]: row for row in usable}
     groups = [[s for s in settings if s.seed == seed and s.key not in known] for seed in options.seeds]
     work = partial(evidence, warmups=warmups, path=options.evidence)
     for rows in in_processes(work, [group for group in groups if group], options.jobs, "seeds"):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import platform
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -36,6 +37,20 @@ def in_processes(work: Callable[[Item], Result], items: Sequence[Item], jobs: in
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # a fork would share the GPU
         yield from track(pool.map(work, items), what, len(items), console=console)
+
+
+def keep(path: Path | None, line: Mapping[str, Any]) -> None:
+    """What was measured, as a line of JSON at the end of a file, where one is wanted."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def kept(path: Path | None) -> list[dict[str, Any]]:
+    """All lines of such a file."""
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def describe(device: torch.device) -> str:

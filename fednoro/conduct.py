@@ -154,6 +154,21 @@ def drive(
     return state
 
 
+def verdict_of(state: State, clients: int, truth: BoolArray | None) -> dict[str, Any] | None:
+    """What was found about the clients, and how right that is where the truth is known; None without a verdict."""
+    judged = state.memo.get("detection")
+    if judged is None:
+        return None
+    known = verdicts(state)
+    flagged = [known.get(k, True) for k in range(clients)]  # as they were trained
+    verdict = {**judged, "flagged": [k for k, noisy in enumerate(flagged) if noisy]}
+    if truth is not None:
+        recall, precision, exact = detection(flagged, truth)
+        noisy = [int(k) for k in truth.nonzero()[0]]
+        verdict |= {"noisy": noisy, "recall": recall, "precision": precision, "exact": exact}
+    return verdict
+
+
 def finish(folder: RunFolder, config: Config, setting: Setting, state: State, packed: Packed) -> Run:
     """Writes what the run came to: detection.json, model.safetensors, result.json."""
     from safetensors.torch import save
@@ -161,16 +176,8 @@ def finish(folder: RunFolder, config: Config, setting: Setting, state: State, pa
     records = folder.rounds()
     bacc = [record["bacc"] for record in records]
     best, last, final = best_last(bacc)
-    judged = state.memo.get("detection")
-    verdict = None
-    if judged is not None:
-        known = verdicts(state)
-        flagged = [known.get(k, True) for k in range(setting.clients)]  # as they were trained
-        verdict = {**judged, "flagged": [k for k, noisy in enumerate(flagged) if noisy]}
-        if setting.noisy is not None:
-            recall, precision, exact = detection(flagged, setting.noisy)
-            truth = [int(k) for k in setting.noisy.nonzero()[0]]
-            verdict |= {"noisy": truth, "recall": recall, "precision": precision, "exact": exact}
+    verdict = verdict_of(state, setting.clients, setting.noisy)
+    if verdict is not None:
         write_json(folder.path / "detection.json", verdict)
     # One entry: safetensors writes several in any order, and equal runs would end in different files.
     metadata = {"fednoro": json.dumps({"model": section_name(config, "model"), "classes": setting.classes})}
