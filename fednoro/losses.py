@@ -62,7 +62,7 @@ def distill(
     teacher = teacher_logits.detach().to(log_y.dtype) / temperature
     y_g = torch.softmax(teacher + log_prior if adjust == "both" else teacher, dim=-1)
     # y_G·(−inf) would be an infinite loss, and NaN where y_G = 0; a constant has no gradient either
-    kl = F.kl_div(log_p.masked_fill(log_p == -math.inf, 0.0), y_g, reduction="batchmean")
+    kl = (torch.xlogy(y_g, y_g) - y_g * log_p.masked_fill(log_p == -math.inf, 0.0)).sum() / len(log_p)
     return lam * kl + (1 - lam) * F.nll_loss(log_y, labels)
 
 
@@ -128,10 +128,14 @@ def entropy(p: Tensor) -> Tensor:
 
 def drift(w: Iterable[Tensor], w_g: Iterable[Tensor]) -> Tensor:
     """W − w_g as one vector, over the tensors of `w` that are trained; their counterparts come in the same order."""
-    pairs = [(a, b.detach()) for a, b in zip(w, w_g, strict=True) if a.requires_grad]
+    pairs = [(a, b.detach()) for a, b in zip(w, w_g, strict=True) if _trained(a)]
     # One vector: a network has many small tensors, and three operations on each would outnumber its own.
-    differences = torch._foreach_sub([a for a, _ in pairs], [b for _, b in pairs])
-    return torch.cat([d.flatten() for d in differences])
+    return torch.cat([a.flatten() for a, _ in pairs]) - torch.cat([b.flatten() for _, b in pairs])
+
+
+def _trained(tensor: Tensor) -> bool:
+    """Whether it has a gradient; inside `torch.vmap` a tensor does not say so, and only trained ones come there."""
+    return tensor.requires_grad or torch._C._functorch.is_batchedtensor(tensor)
 
 
 def squared_distance(w: Iterable[Tensor], w_g: Iterable[Tensor]) -> Tensor:

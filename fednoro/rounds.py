@@ -6,6 +6,7 @@ records, shows, saves or stops.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -164,9 +165,12 @@ def _unlike(weights: Weights, sent: Weights) -> str | None:
     values, counters = weights.values, weights.counters
     if values.shape != sent.values.shape or values.dtype != sent.values.dtype:
         return f"sent a model of {len(values)} values ({values.dtype}), expected were {len(sent.values)}"
-    if counters.shape != sent.counters.shape or bool((counters < 0).any()):
+    least = counters.min() if counters.numel() else counters.new_zeros(())
+    # On a GPU one look is a wait: both are taken at once. A NaN comes through as minimum and maximum.
+    low, high, count = torch.stack([*torch.aminmax(values), least.to(values)]).tolist()
+    if counters.shape != sent.counters.shape or count < 0:
         return "sent a model with other counters than it received"
-    return None if _finite(weights) else "sent weights that are not finite"
+    return None if math.isfinite(low) and math.isfinite(high) else "sent weights that are not finite"
 
 
 def _screened(stream: Iterator[Reply | Failure], screen: Screen, ledger: list[Answer]) -> Iterator[Reply]:
@@ -180,10 +184,6 @@ def _screened(stream: Iterator[Reply | Failure], screen: Screen, ledger: list[An
         metrics = {key: float(value) for key, value in item.metrics.items()}
         ledger.append(Answer(item.client, "ok", item.size, metrics))
         yield item
-
-
-def _finite(weights: Weights) -> bool:
-    return bool(torch.isfinite(torch.stack(torch.aminmax(weights.values))).all())  # a NaN comes through as both
 
 
 def _drops_out(state: State, task: str, client: int, failures: float) -> bool:

@@ -16,7 +16,7 @@ from fednoro.data.dataset import Dataset
 from fednoro.engine.cpu import CpuEngine
 from fednoro.engine.cuda import CudaEngine
 from fednoro.engine.eager import EagerEngine
-from fednoro.engine.graphs import Precision
+from fednoro.engine.programs import Precision
 from fednoro.engine.streams import release_memory
 from fednoro.engine.threads import worthwhile_threads
 from fednoro.training import Training

@@ -12,10 +12,12 @@ images. The last batch of an epoch has a graph of its own size.
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +27,27 @@ from fednoro.clients import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.cpu import windows
 from fednoro.engine.eager import EagerEngine, EagerSite, failure
-from fednoro.engine.graphs import CudaLane, Inputs, Precision, UnsuitableError
-from fednoro.engine.images import DRAWS, Images
-from fednoro.engine.lane import batches, schedule
+from fednoro.engine.graphs import CudaLane
+from fednoro.engine.images import Images
+from fednoro.engine.lane import schedule
+from fednoro.engine.programs import EVALUATION_PIXELS, Precision, UnsuitableError
+from fednoro.engine.request import Request
+from fednoro.engine.stack import Stack
+from fednoro.engine.stacked_net import stackable
 from fednoro.engine.streams import after, current, synchronize
+from fednoro.engine.turns import Turns, meet
 from fednoro.methods import Method
 from fednoro.training import Training
 from fednoro.types import Failure, FedNoRoWarning, FloatArray, IntArray, Reply, Step, Task, Weights
 
+Answer = tuple[Reply | Failure, torch.cuda.Event | None]
+
 STREAMS = 12
-EVALUATION_PIXELS = 2**24  # in one batch without gradients
+SLOTS = 24  # clients in a stack
+STACKS = 2  # side by side
+LANES_BESIDE = 6  # for what its clients do alone
+STACKED_PIXELS = 128 * 128  # larger images fill the GPU by themselves
+STACKED_COPIES = 6  # of a model that a stack holds: weights, their copy, gradient, Adam's moments, maps
 
 
 class CudaEngine(EagerEngine):
@@ -55,6 +68,7 @@ class CudaEngine(EagerEngine):
         precision: Precision = "fp32",
         compiled: bool = False,
         lanes: int | None = None,
+        stacked: bool | None = None,
     ) -> None:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
@@ -74,6 +88,15 @@ class CudaEngine(EagerEngine):
         self._net = network()
         self.lane = self._make(copy.deepcopy(self._net))
         self.lanes = [self.lane]
+        self.stacks: list[Stack] = []
+        self._apart: set[Any] = set()  # kinds of step that cannot be stacked
+        suitable = precision != "fp32" and training.batch > 1 and stackable(self._net, device)
+        small = self.shape[1] * self.shape[2] <= STACKED_PIXELS
+        self._stacking = suitable and (
+            (self.lane.fused and small and not compiled and lanes is None) if stacked is None else stacked
+        )
+        if self._stacking:
+            self.most = LANES_BESIDE
 
     def _widen(self, clients: int) -> None:
         """Lanes for so many clients at a time: few clients need few."""
@@ -93,6 +116,8 @@ class CudaEngine(EagerEngine):
     def describe(self) -> str:
         if self._eager is not None:
             return self._eager.describe()
+        if self._stacking:
+            return f"cuda graphs, up to {SLOTS} clients stacked, on {self.device}, {self.precision}"
         return f"cuda graphs on {self.most} streams of {self.device}, {self.precision}"
 
     def site(self, client: Client) -> EagerSite:
@@ -105,7 +130,8 @@ class CudaEngine(EagerEngine):
         """Each client's answer, in client order; a client that raises becomes a `Failure`."""
         if self._eager is None:
             self._widen(len(tasks))
-        for window in windows(sorted(tasks), self.net.values.nbytes, self._room(), 2 * len(self.lanes)):
+        least = SLOTS if self._stacking else 2 * len(self.lanes)
+        for window in windows(sorted(tasks), self.net.values.nbytes, self._room(), least):
             answers = self._together(method, {k: tasks[k] for k in window})
             for k in window:
                 item, done = answers.pop(k)
@@ -119,13 +145,11 @@ class CudaEngine(EagerEngine):
         """Bytes of models that may wait to be folded."""
         return torch.cuda.mem_get_info(self.device)[0] // 4 if self.device.type == "cuda" else 2**30
 
-    def _together(
-        self, method: Method, tasks: Mapping[int, Task]
-    ) -> dict[int, tuple[Reply | Failure, torch.cuda.Event | None]]:
+    def _together(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """Queues the work of all clients; the events say when each one's answer is there."""
-        answers: dict[int, tuple[Reply | Failure, torch.cuda.Event | None]] = {}
+        answers = self._by_turns(method, tasks) if self._stacking and len(tasks) > 1 else {}
         # The largest first, each to the lane with the least to do.
-        queue = sorted(tasks, key=lambda k: (-len(self.clients[k].index), k))
+        queue = sorted(tasks.keys() - answers.keys(), key=lambda k: (-len(self.clients[k].index), k))
         queued = [0] * len(self.lanes)
         for lane in self.lanes:
             after(lane.stream, current(self.device))
@@ -153,6 +177,90 @@ class CudaEngine(EagerEngine):
             queue.pop(0)
             queued[number] += len(self.clients[k].index) + self.training.batch
         return answers
+
+    def _by_turns(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
+        """The work of all clients, which meet wherever they are to be trained; who could not be served is left out."""
+        for lane in self.lanes:
+            after(lane.stream, current(self.device))
+        turns: dict[int, Turns] = {}
+        lanes = dict(zip(tasks, itertools.cycle(self.lanes), strict=False))
+
+        def work(k: int) -> Reply:
+            with torch.cuda.stream(lanes[k].stream):
+                return method.work(tasks[k], CudaSite(self, lanes[k], self.clients[k], turns[k]))
+
+        for k in tasks:
+            turns[k] = Turns(partial(work, k))
+        meet(list(turns.values()), self._train)
+        answers: dict[int, Answer] = {}
+        for k, turn in turns.items():
+            if isinstance(turn.error, (torch.OutOfMemoryError, UnsuitableError)):
+                continue
+            if turn.error is not None and not isinstance(turn.error, Exception):
+                raise turn.error
+            item = turn.result if turn.error is None else failure(k, turn.error)
+            answers[k] = item, None if lanes[k].stream is None else lanes[k].stream.record_event()
+        return answers
+
+    def _train(self, requests: Sequence[Request]) -> list[Any]:
+        """Trains those together who can be; an exception is an answer as well."""
+        groups: dict[Any, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(request.kind, []).append(request)
+        try:
+            self._train_stacked({kind: group for kind, group in groups.items() if len(group) > 1})
+        except torch.OutOfMemoryError:
+            self._unstack("the GPU's memory does not hold a stack of clients")
+        return [request.answer or self._train_alone(request) for request in requests]
+
+    def _train_stacked(self, groups: Mapping[Any, Sequence[Request]]) -> None:
+        """Answers those of the requests that can be answered so."""
+        slots = self._slots()
+        fit = {kind: group for kind, group in groups.items() if self._stacking and kind[0] not in self._apart}
+        waiting = [(kind[0], group[i : i + slots]) for kind, group in fit.items() for i in range(0, len(group), slots)]
+        running: dict[Stack, tuple[Any, Iterator[None]]] = {}
+        while waiting or running:
+            for stack in self._stacks(len(waiting) + len(running)):
+                if stack not in running and waiting:
+                    kind, part = waiting.pop(0)
+                    running[stack] = kind, stack.train(part, self.images)
+            for stack, (kind, steps) in list(running.items()):  # in turn, so that the GPU has work from each
+                try:
+                    next(steps)
+                except StopIteration:
+                    del running[stack]
+                except UnsuitableError as reason:
+                    del running[stack]
+                    self._apart.add(kind)
+                    warnings.warn(f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2)
+
+    def _stacks(self, wanted: int) -> Sequence[Stack]:
+        while len(self.stacks) < min(wanted, STACKS):
+            self.stacks.append(Stack(self._net, self.lane, self.shape, self.training, self._slots()))
+        return self.stacks
+
+    def _slots(self) -> int:
+        """How many clients are stacked: equal parts of all, as far as a third of the memory holds them."""
+        if self.stacks:
+            return self.stacks[0].slots
+        held = SLOTS
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+            held = max(2, min(SLOTS, free // 3 // (STACKS * STACKED_COPIES * self.net.values.nbytes)))
+        count = max(2, len(self.clients))
+        return -(-count // -(-count // held))
+
+    def _train_alone(self, request: Request) -> Any:
+        try:
+            return request.train_alone(self.images)
+        except Exception as error:
+            return error
+
+    def _unstack(self, reason: str) -> None:
+        synchronize(self.device)
+        self.stacks, self._stacking, self.most = [], False, STREAMS
+        torch.cuda.empty_cache()
+        warnings.warn(f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2)
 
     def _shrink(self) -> None:
         synchronize(self.device)
@@ -187,6 +295,7 @@ class CudaSite(EagerSite):
     """One client's data on the GPU. Its work is queued on the lane's stream, and not yet done when a call returns."""
 
     lane: CudaLane
+    turns: Turns | None = None  # where several clients are trained together
 
     @property
     def labels(self) -> Tensor:
@@ -213,14 +322,7 @@ class CudaSite(EagerSite):
         rows: Mapping[str, Tensor] | None = None,
     ) -> tuple[Weights, Tensor]:
         """See `EagerSite.train`."""
-        engine, lane, count = self.engine, self.lane, self.engine.training.epochs if epochs is None else epochs
-        drawn = list(schedule(engine.seed, task, self.client, self.size, draws, count))
-        order = np.concatenate([e.order for e in drawn]) if drawn else np.empty(0, np.int64)
-        u = np.concatenate([e.u for e in drawn]) if drawn else np.empty((0, DRAWS + draws), np.float32)
-        sizes = batches(self.size, engine.training.batch) * count
-        data = Inputs(
-            lane.upload(self.data.index), self.labels, lane.upload(order), lane.upload(u), rows or {}, aux, sizes
-        )
-        program = lane.program(loss, data, draws)
-        total = lane.run(program, engine.images, task.weights, data)
-        return lane.weights_after(program, task.weights, sizes), total / max(self.size * count, 1)
+        count = self.engine.training.epochs if epochs is None else epochs
+        drawn = list(schedule(self.engine.seed, task, self.client, self.size, draws, count))
+        request = Request(task, self.data, loss, aux, draws, rows or {}, drawn, self.lane)
+        return request.train_alone(self.engine.images) if self.turns is None else self.turns.ask(request)

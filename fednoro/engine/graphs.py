@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,67 +18,24 @@ from fednoro.engine.anchor import Anchor
 from fednoro.engine.half import Half, HalfAdam
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.lane import Adam, Lane, blocks, normalise_by_running_statistics, room
+from fednoro.engine.programs import (
+    PROGRAMS,
+    Halfway,
+    Inputs,
+    Precision,
+    Program,
+    Rehearsal,
+    UnsuitableError,
+    autocast,
+    captured,
+    kind_of_step,
+)  # fmt: skip
 from fednoro.engine.streams import stream, synchronize
 from fednoro.models import Packed
 from fednoro.training import Training
 from fednoro.types import FedNoRoWarning, Step, Weights
 
-Precision = Literal["fp32", "tf32", "bf16"]
-
 ANCHORED = 512  # images that the anchor sees at once
-PROGRAMS = 8  # kinds of step that a lane keeps captured
-
-
-class UnsuitableError(Exception):
-    """This network, loss or GPU cannot be served by graphs."""
-
-
-@dataclass
-class Inputs:
-    """What one client's training reads."""
-
-    where: Tensor  # N, its images' positions in the data set
-    labels: Tensor  # N
-    order: Tensor  # all epochs, one after the other
-    u: Tensor  # likewise, ×(DRAWS + draws)
-    rows: Mapping[str, Tensor]  # N×…
-    aux: Mapping[str, Tensor]
-    sizes: Sequence[int]  # of the batches
-
-
-@dataclass
-class Program:
-    """One kind of step in one lane: the places it reads from, and its graphs by batch size."""
-
-    key: Any
-    loss: Callable[[Step], Tensor]
-    aux: dict[str, Tensor]
-    rows: dict[str, Tensor]  # block×…
-    u: Tensor  # block×draws
-    anchored: Tensor | None = None  # block×C, what the anchor says about the images, where the loss asks for it
-    graphs: dict[int, Any] = field(default_factory=dict)
-    passes: dict[int, list[int]] = field(default_factory=dict)  # by batch size: how often each norm sees a batch
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What a step outside of a graph has shown, for every lane that captures the same one."""
-
-    passes: list[int]
-    anchored: Tensor | None  # empty, of the shape and type of what the anchor says
-
-
-@dataclass
-class Uncaptured:
-    """A step that is run anew each time: on a machine without a GPU, the same code as behind every graph."""
-
-    lane: CudaLane
-    program: Program
-    size: int
-
-    def replay(self) -> None:
-        normalise_by_running_statistics(self.lane.norms, alone=self.size == 1)
-        self.lane.step(self.program, self.size)
 
 
 class CudaLane(Lane):
@@ -154,9 +110,7 @@ class CudaLane(Lane):
     def program(self, loss: Callable[[Step], Tensor], data: Inputs, draws: int) -> Program:
         """The program of this kind of step, with room for its inputs."""
         aux, rows = data.aux, data.rows
-        structure = tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(aux.items()))
-        per_row = tuple((key, tuple(value.shape[1:]), value.dtype) for key, value in sorted(rows.items()))
-        key = (_identity(loss), structure, per_row, draws)
+        key = kind_of_step(loss, aux, rows, draws)
         if key not in self.programs:
             while len(self.programs) >= PROGRAMS:
                 synchronize(self.device)  # the oldest one's graphs may be running
@@ -178,13 +132,8 @@ class CudaLane(Lane):
     def run(self, program: Program, images: Images, weights: Weights, data: Inputs) -> Tensor:
         """Trains one client; returns the sum of its losses."""
         parts = list(blocks(data.sizes, self.block))
-        missing = sorted(set(data.sizes) - program.graphs.keys(), reverse=True)
-        for size in missing:
-            if not self._knows(program, size):
-                self._begin(program, weights, data)  # whatever was left behind: a rehearsal must not meet NaN
-                self._prepare(program, images, data, *parts[0][:2])
-                self._rehearse(program, size)
-            program.graphs[size] = self._captured(program, size)
+        for size in sorted(set(data.sizes), reverse=True):
+            self._capture(program, images, weights, data, size, *parts[0][:2])
         self._begin(program, weights, data)
         for first, last, sizes in parts:
             self._prepare(program, images, data, first, last)
@@ -193,6 +142,34 @@ class CudaLane(Lane):
         for name, place in program.aux.items():
             data.aux[name].copy_(place)  # what the loss updated from batch to batch
         return self.total.clone()
+
+    def go_on(self, program: Program, images: Images, weights: Weights, data: Inputs, halfway: Halfway) -> Tensor:
+        """The batch after `halfway` for a client that was trained elsewhere until then; returns its loss."""
+        first, last = halfway.first, halfway.last
+        self._capture(program, images, weights, data, last - first, first, last)
+        self._begin(program, weights, data)
+        self.net.values.copy_(halfway.values)
+        torch._foreach_copy_(*self.adam.within(self.net, halfway.means, halfway.squares))
+        self.adam.count.copy_(halfway.count)
+        if self.precision == "bf16":
+            self.trained.refresh()
+        self._prepare(program, images, data, first, last)
+        program.graphs[last - first].replay()
+        for name, place in program.aux.items():
+            data.aux[name].copy_(place)
+        return self.total.clone()
+
+    def _capture(
+        self, program: Program, images: Images, weights: Weights, data: Inputs, size: int, first: int, last: int
+    ) -> None:
+        """Makes the graph for batches of this size, unless it is there; rehearsed on the images from `first` on."""
+        if size in program.graphs:
+            return
+        if not self._knows(program, size):
+            self._begin(program, weights, data)  # whatever was left behind: a rehearsal must not meet NaN
+            self._prepare(program, images, data, first, last)
+            self._rehearse(program, size)
+        program.graphs[size] = self._captured(program, size)
 
     def _begin(self, program: Program, weights: Weights, data: Inputs) -> None:
         self.load(weights)
@@ -227,7 +204,7 @@ class CudaLane(Lane):
                 place.copy_(self.teacher(x.permute(0, 3, 1, 2) if self.channels_last else x))
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False)
+        return autocast(self.device, self.precision)
 
     def _knows(self, program: Program, size: int) -> bool:
         """Whether another lane has rehearsed this step; a network that is compiled rehearses in every lane."""
@@ -240,22 +217,11 @@ class CudaLane(Lane):
         return True
 
     def _captured(self, program: Program, size: int) -> Any:
-        normalise_by_running_statistics(self.norms, alone=size == 1)
-        if self.device.type != "cuda":
-            return Uncaptured(self, program, size)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # torch.cuda.graph() would empty the allocator's cache as well, and wait for the other lanes.
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                self.step(program, size)
-            finally:
-                graph.capture_end()
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(str(error)) from error
-            raise UnsuitableError(f"a step could not be captured ({str(error).splitlines()[0]})") from error
-        return graph
+        def step() -> None:
+            normalise_by_running_statistics(self.norms, alone=size == 1)
+            self.step(program, size)
+
+        return captured(self.device, self.pool, step)
 
     def _rehearse(self, program: Program, size: int) -> None:
         """A step outside of the graph, where libraries set themselves up and a network is compiled."""
@@ -363,16 +329,6 @@ class CudaLane(Lane):
             return images.into(torch.empty((len(index), *self.x.shape[1:]), device=self.device), index, u)
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return images.batch(index, u).contiguous(memory_format=layout)
-
-
-def _identity(loss: Callable[[Step], Tensor]) -> Any:
-    """Equal for the losses of equal methods, which compare by their options."""
-    function, owner = getattr(loss, "__func__", loss), getattr(loss, "__self__", None)
-    try:
-        hash(owner)
-    except TypeError:
-        return loss
-    return function, owner
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -84,6 +84,9 @@ class HalfAdam(Adam):
         places = {id(t): view for t, view in zip(packed.tensors, packed.views_of(self._gradient), strict=True)}
         self._places = [places[id(p)] for p in parameters]
 
+    def within(self, packed: Packed, means: Tensor, squares: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        return [*self.means, *self.squares], [means[: packed.trainable], squares[: packed.trainable]]
+
     def step(self, gradients: Sequence[Tensor | None], options: Training) -> None:
         given = [(place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None]
         for place, g in zip(self._places, gradients, strict=True):

@@ -126,6 +126,11 @@ class Adam:
         self.squares = [torch.zeros_like(tensor) for tensor in self.tensors]
         self.count = torch.zeros((), device=self.tensors[0].device if self.tensors else None)
 
+    def within(self, packed: Packed, means: Tensor, squares: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The moments here, and their places in vectors that are laid out as a network's."""
+        there = [packed.views_of(vector)[: len(self.tensors)] for vector in (means, squares)]
+        return [*self.means, *self.squares], [*there[0], *there[1]]
+
     def reset(self) -> None:
         """As new: every client begins every round with a fresh optimizer."""
         torch._foreach_zero_([*self.means, *self.squares, self.count])

@@ -87,9 +87,10 @@ class Packed:
         together = torch.cat(counters) if counters else torch.empty(0, dtype=torch.int64)
         return Weights(self.ordinary(), together, self.segments)
 
-    def ordinary(self) -> Tensor:
-        """A copy of `values` in the ordinary layout."""
-        return self.values.clone() if self._order is None else self.values.index_select(0, self._order[1])
+    def ordinary(self, values: Tensor | None = None) -> Tensor:
+        """A copy of `values`, or of others that are laid out like them, in the ordinary layout."""
+        given = self.values if values is None else values
+        return given.clone() if self._order is None else given.index_select(0, self._order[1])
 
     def state_dict(self, weights: Weights) -> dict[str, Tensor]:
         """`weights` under the network's own tensor names, ready for `load_state_dict` anywhere."""

@@ -138,7 +138,7 @@ def in_subprocess(code: str) -> str:
 
 
 def test_training_path_needs_torch_numpy_and_scikit_learn_alone() -> None:
-    modules = [name for name in MODULES if unit(name) in TRAINING_PATH]
+    modules = [name for name in MODULES if unit(name) in TRAINING_PATH and ".triton_" not in name]  # for CUDA alone
     assert len(modules) > len(TRAINING_PATH)
     code = f"""
 import sys

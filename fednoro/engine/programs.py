@@ -1,0 +1,118 @@
+"""Kinds of step, and what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fednoro.types import Step
+
+Precision = Literal["fp32", "tf32", "bf16"]
+
+PROGRAMS = 8  # kinds of step that are kept captured
+EVALUATION_PIXELS = 2**24  # in one batch without gradients
+
+
+class UnsuitableError(Exception):
+    """This network, loss or GPU cannot be served by graphs."""
+
+
+@dataclass
+class Inputs:
+    """What one client's training reads."""
+
+    where: Tensor  # N, its images' positions in the data set
+    labels: Tensor  # N
+    order: Tensor  # all epochs, one after the other
+    u: Tensor  # likewise, ×(DRAWS + draws)
+    rows: Mapping[str, Tensor]  # N×…
+    aux: Mapping[str, Tensor]
+    sizes: Sequence[int]  # of the batches
+
+
+@dataclass
+class Program:
+    """One kind of step in one lane: the places it reads from, and its graphs by batch size."""
+
+    key: Any
+    loss: Callable[[Step], Tensor]
+    aux: dict[str, Tensor]
+    rows: dict[str, Tensor]  # block×…
+    u: Tensor  # block×draws
+    anchored: Tensor | None = None  # block×C, what the anchor says about the images, where the loss asks for it
+    updated: frozenset[str] | None = None  # those of `aux` that the loss changes, once that is known
+    graphs: dict[int, Any] = field(default_factory=dict)
+    passes: dict[int, list[int]] = field(default_factory=dict)  # by batch size: how often each norm sees a batch
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a step outside of a graph has shown, for every lane that captures the same one."""
+
+    passes: list[int]
+    anchored: Tensor | None  # empty, of the shape and type of what the anchor says
+
+
+@dataclass(frozen=True)
+class Halfway:
+    """A client's training between two batches: its weights, Adam's state, and where its next images are."""
+
+    values: Tensor
+    means: Tensor
+    squares: Tensor
+    count: Tensor
+    first: int
+    last: int
+
+
+def kind_of_step(
+    loss: Callable[[Step], Tensor], aux: Mapping[str, Tensor], rows: Mapping[str, Tensor], draws: int
+) -> Any:
+    """Equal for steps that one graph serves."""
+    structure = tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(aux.items()))
+    per_row = tuple((key, tuple(value.shape[1:]), value.dtype) for key, value in sorted(rows.items()))
+    return _identity(loss), structure, per_row, draws
+
+
+def _identity(loss: Callable[[Step], Tensor]) -> Any:
+    """Equal for the losses of equal methods, which compare by their options."""
+    function, owner = getattr(loss, "__func__", loss), getattr(loss, "__self__", None)
+    try:
+        hash(owner)
+    except TypeError:
+        return loss
+    return function, owner
+
+
+@dataclass(frozen=True)
+class Uncaptured:
+    """A step that is run anew each time: on a machine without a GPU, the same code as behind every graph."""
+
+    replay: Callable[[], None]
+
+
+def autocast(device: torch.device, precision: Precision) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+
+
+def captured(device: torch.device, pool: Any, step: Callable[[], None]) -> Any:
+    """What replays a step on the current stream."""
+    if device.type != "cuda":
+        return Uncaptured(step)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # torch.cuda.graph() would empty the allocator's cache as well, and wait for the other lanes.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise UnsuitableError(f"a step could not be captured ({str(error).splitlines()[0]})") from error
+    return graph

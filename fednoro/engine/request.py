@@ -1,0 +1,62 @@
+"""A client's wish to be trained, which a lane or a stack fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fednoro.clients import Client
+from fednoro.engine.graphs import CudaLane
+from fednoro.engine.images import DRAWS, Images
+from fednoro.engine.lane import Epoch, batches
+from fednoro.engine.programs import Inputs, kind_of_step
+from fednoro.types import Step, Task, Weights
+
+
+@dataclass
+class Request:
+    """One client's wish to be trained."""
+
+    task: Task
+    client: Client
+    loss: Callable[[Step], Tensor]
+    aux: Mapping[str, Tensor]
+    draws: int
+    rows: Mapping[str, Tensor]
+    epochs: Sequence[Epoch]
+    lane: CudaLane  # for what it does alone
+    answer: tuple[Weights, Tensor] | None = None  # trained weights and mean loss: queued, not yet there
+
+    @property
+    def kind(self) -> Any:
+        """Equal for those who can be trained together."""
+        step = kind_of_step(self.loss, self.aux, self.rows, self.draws)
+        return step, id(self.task.weights.values), len(self.epochs)
+
+    @property
+    def size(self) -> int:
+        return len(self.client.index)
+
+    def inputs(self) -> Inputs:
+        """What a lane reads, on its way to the GPU."""
+        lane, draws = self.lane, DRAWS + self.draws
+        order = np.concatenate([e.order for e in self.epochs]) if self.epochs else np.empty(0, np.int64)
+        u = np.concatenate([e.u for e in self.epochs]) if self.epochs else np.empty((0, draws), np.float32)
+        labels, sizes = self.client.labels.cpu().numpy(), batches(self.size, lane.training.batch) * len(self.epochs)
+        with torch.cuda.stream(lane.stream):
+            where, y, order_there, u_there = map(lane.upload, (self.client.index, labels, order, u))
+        return Inputs(where, y, order_there, u_there, self.rows, self.aux, sizes)
+
+    def train_alone(self, images: Images) -> tuple[Weights, Tensor]:
+        """In its lane."""
+        lane, data = self.lane, self.inputs()
+        with torch.cuda.stream(lane.stream):
+            program = lane.program(self.loss, data, self.draws)
+            total = lane.run(program, images, self.task.weights, data)
+            weights = lane.weights_after(program, self.task.weights, data.sizes)
+            return weights, total / max(self.size * len(self.epochs), 1)

@@ -1,0 +1,383 @@
+"""A stack: clients that are trained together, one batch of each per step.
+
+Their networks are the rows of one matrix (`StackedNet`), so a step is a few large operations in place of many small
+ones. Clients are sorted by their number of batches; whoever has no more of them is skipped by the kernels. The last,
+smaller batch of an epoch is each client's own, in a lane.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fednoro.engine import stacked_kernels
+from fednoro.engine.anchor import Anchor
+from fednoro.engine.graphs import CudaLane
+from fednoro.engine.half import Half
+from fednoro.engine.images import DRAWS, Images
+from fednoro.engine.programs import (
+    EVALUATION_PIXELS,
+    PROGRAMS,
+    Halfway,
+    Inputs,
+    Program,
+    UnsuitableError,
+    autocast,
+    captured,
+    kind_of_step,
+)
+from fednoro.engine.request import Request
+from fednoro.engine.stacked_net import Lift, OneOfMany, StackedNet
+from fednoro.engine.streams import after, stream, synchronize
+from fednoro.models import Packed
+from fednoro.training import Training
+from fednoro.types import Step, Weights
+
+COUNT = "number of steps"
+STEPS = 20_000  # of Adam, after which its corrections are 1 in float32
+PREPARED = 2**30  # bytes of images that are prepared at once
+
+
+class Participant:
+    """A client in a stack, and what it does alone there."""
+
+    def __init__(self, stack: Stack, program: Program, k: int, request: Request) -> None:
+        self.stack, self.shared, self.k, self.request = stack, program, k, request
+        self.losses: list[Tensor] = []
+        self.apart: dict[str, Tensor] = {}
+        self.values: Tensor | None = None  # the trained weights, where the last batch was its own
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        return self.request.inputs()
+
+    @cached_property
+    def alone(self) -> Program:
+        return self.request.lane.program(self.request.loss, self.inputs, self.request.draws)
+
+    def finish_epoch(self, images: Images, epoch: int) -> None:
+        stack, request, lane, k = self.stack, self.request, self.request.lane, self.k
+        batch, end = stack.training.batch, (epoch + 1) * self.request.size
+        aux = {name: place[k].clone() for name, place in self.shared.aux.items()}
+        data = replace(self.inputs, aux=aux)
+        values, means, squares = (
+            matrix[k, : stack.width] for matrix in (stack.nets.values, stack.means, stack.squares)
+        )
+        halfway = Halfway(values, means, squares, stack.count[k], end - request.size % batch, end)
+        self.losses.append(lane.go_on(self.alone, images, request.task.weights, data, halfway))
+        if epoch + 1 == len(request.epochs):
+            self.values = lane.net.ordinary()
+            for name, value in aux.items():
+                request.aux[name].copy_(value)
+            return
+        # The steps of others do not touch these rows.
+        values.copy_(lane.net.values)
+        stack.nets.low[k, : stack.width].copy_(values)
+        here, there = lane.adam.within(lane.net, means, squares)
+        torch._foreach_copy_(there, here)
+        self.apart = {COUNT: lane.adam.count.clone(), **aux}
+
+    def rejoin(self) -> None:
+        """Brings to the others what their steps would have overwritten."""
+        for name, value in self.apart.items():
+            place = self.stack.count if name is COUNT else self.shared.aux[name]
+            place[self.k].copy_(value)
+        self.apart = {}
+
+    def answer(self) -> None:
+        """Puts the trained weights and the mean loss into the request."""
+        stack, request, lane, batch = self.stack, self.request, self.request.lane, self.stack.training.batch
+        epochs, rest = len(request.epochs), request.size % batch
+        if self.values is None:
+            self.values = stack.packed.ordinary(stack.nets.values[self.k, : stack.width])
+            for name, place in self.shared.aux.items():
+                request.aux[name].copy_(place[self.k])  # what the loss updated from batch to batch
+        passes = np.array(self.shared.passes.get(batch, [0])) * (epochs * (request.size // batch))
+        if rest > 1:
+            passes = passes + epochs * np.array(self.alone.passes[rest])
+        seen = lane.upload(np.broadcast_to(passes, len(lane.norms)).astype(np.int64))
+        weights = Weights(self.values, request.task.weights.counters.to(stack.device) + seen, stack.packed.segments)
+        total = sum(self.losses, stack.total[self.k])
+        request.answer = weights, total / max(request.size * epochs, 1)
+
+
+class Stack:
+    """Room for so many clients, and what their steps read and write."""
+
+    def __init__(self, net: nn.Module, lane: CudaLane, shape: tuple[int, ...], training: Training, slots: int) -> None:
+        self.device, self.training, self.slots = lane.device, training, slots
+        device, batch = self.device, training.batch
+        packed = Packed(copy.deepcopy(net), device, channels_last=True, like=lane.net)
+        self.precision = lane.precision
+        half = self.precision == "bf16"
+        self.nets = StackedNet(packed, slots, torch.bfloat16 if half else torch.float32)
+        self.packed, self.width = packed, len(packed.values)
+        self.anchor = Packed(copy.deepcopy(net), device, channels_last=True, like=lane.net)
+        self.anchor.net.eval().requires_grad_(False)
+        self.teacher: Any = Half(self.anchor) if half else self.anchor.net
+        self._anchored: Tensor | None = None
+        self.means, self.squares = torch.zeros_like(self.nets.values), torch.zeros_like(self.nets.values)
+        self.count = torch.zeros(slots, dtype=torch.int64, device=device)
+        steps = torch.arange(STEPS, dtype=torch.float64).clamp_(min=1)
+        factors = [training.lr / (1 - 0.9**steps), (1 - 0.999**steps).rsqrt()]
+        self.factors = torch.stack(factors, 1).float().to(device)  # of Adam, by its step
+        channels, height, width = shape
+        self.room = max(slots * batch, PREPARED // (4 * channels * height * width) // batch * batch)
+        self.anchored = max(batch, EVALUATION_PIXELS // (height * width))
+        self.fused = device.type == "cuda"
+        self.x = torch.zeros((self.room, height, width, channels), device=device)
+        self.y = torch.zeros(self.room, dtype=torch.int64, device=device)
+        self.index = torch.zeros(self.room, dtype=torch.int64, device=device)
+        self.offsets = torch.arange(batch, device=device)
+        self.start = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.left = torch.zeros(slots, dtype=torch.int64, device=device)  # full batches of what is prepared
+        self.cursor = torch.zeros((), dtype=torch.int64, device=device)
+        self.total = torch.zeros(slots, device=device)
+        self.stream = stream(device)
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.programs: dict[Any, Program] = {}
+
+    # One exchange
+
+    def train(self, requests: Sequence[Request], images: Images) -> Iterator[None]:
+        """Trains clients of one kind, who have their answers in the end; pauses after each step that it has queued."""
+        asked = sorted(requests, key=lambda r: -r.size)
+        weights, batch = requests[0].task.weights, self.training.batch
+        for request in asked:
+            after(self.stream, request.lane.stream)
+        with torch.cuda.stream(self.stream):
+            program = self._program(asked[0])
+            self._rehearse(program, images, weights, asked)
+            self._begin(program, weights, asked)
+        finished: dict[int, list[Participant]] = {}
+        participants = [Participant(self, program, k, request) for k, request in enumerate(asked)]
+        for one in participants:
+            finished.setdefault(one.request.size // batch, []).append(one)
+        for number in range(len(asked[0].epochs)):
+            self._rest(finished.get(0, []), images, number)
+            for first, last in self._parts(asked):
+                with torch.cuda.stream(self.stream):
+                    self._prepare(program, images, asked, number, first, last)
+                for step in range(first, last):
+                    with torch.cuda.stream(self.stream):
+                        program.graphs[batch].replay()
+                    self._rest(finished.get(step + 1, []), images, number)
+                    yield
+            for request in asked:
+                after(self.stream, request.lane.stream)
+            with torch.cuda.stream(self.stream):
+                for one in participants:
+                    one.rejoin()
+        for one in participants:
+            after(one.request.lane.stream, self.stream)
+            with torch.cuda.stream(one.request.lane.stream):
+                one.answer()
+        for request in asked:
+            after(self.stream, request.lane.stream)  # the next exchange writes where this one is still read
+
+    def _rest(self, participants: Sequence[Participant], images: Images, epoch: int) -> None:
+        """Their last, smaller batches, each in its lane, while the others go on."""
+        for one in participants:
+            if one.request.size % self.training.batch:
+                lane = one.request.lane
+                after(lane.stream, self.stream)
+                with torch.cuda.stream(lane.stream):
+                    one.finish_epoch(images, epoch)
+
+    # Where things are put
+
+    def _program(self, like: Request) -> Program:
+        key = kind_of_step(like.loss, like.aux, like.rows, like.draws)
+        if key not in self.programs:
+            while len(self.programs) >= PROGRAMS:
+                synchronize(self.device)
+                del self.programs[next(iter(self.programs))]
+            self.programs[key] = Program(
+                key,
+                like.loss,
+                {
+                    n: torch.zeros((self.slots, *v.shape), dtype=v.dtype, device=self.device)
+                    for n, v in like.aux.items()
+                },
+                {
+                    n: torch.zeros((self.room, *v.shape[1:]), dtype=v.dtype, device=self.device)
+                    for n, v in like.rows.items()
+                },
+                torch.zeros((self.room, like.draws), device=self.device),
+            )
+        return self.programs[key]
+
+    def _begin(self, program: Program, weights: Weights, asked: Sequence[Request]) -> None:
+        self.packed.load(weights, counters=False)
+        self.nets.load(self.packed.values)
+        if self._anchored is not weights.values:
+            self.anchor.load(weights, counters=False)
+            if self.precision == "bf16":
+                self.teacher.refresh()
+            self._anchored = weights.values
+        torch._foreach_zero_([self.means, self.squares, self.count, self.total])
+        for name, place in program.aux.items():
+            place[: len(asked)].copy_(torch.stack([request.aux[name].to(self.device) for request in asked]))
+            place[len(asked) :].copy_(place[0])
+
+    def _parts(self, asked: Sequence[Request]) -> Iterator[tuple[int, int]]:
+        """Runs of steps whose images fit into the room: first and last step of an epoch."""
+        full = [request.size // self.training.batch for request in asked]
+        first, held = 0, 0
+        for step in range(max(full)):
+            more = self.training.batch * sum(count > step for count in full)
+            if held + more > self.room:
+                yield first, step
+                first, held = step, 0
+            held += more
+        if first < max(full):
+            yield first, max(full)
+
+    def _prepare(
+        self, program: Program, images: Images, asked: Sequence[Request], epoch: int, first: int, last: int
+    ) -> None:
+        """Puts the images of these steps into place, one client's after another's."""
+        batch = self.training.batch
+        mine = [slice(min(first, r.size // batch) * batch, min(last, r.size // batch) * batch) for r in asked]
+        orders = [r.epochs[epoch].order[part] for r, part in zip(asked, mine, strict=True)]
+        counts = np.array([len(order) for order in orders] + [0] * (self.slots - len(asked)))
+        n = int(counts.sum())
+        where = self._upload(np.concatenate([r.client.index[order] for r, order in zip(asked, orders, strict=True)]))
+        u = self._upload(np.concatenate([r.epochs[epoch].u[part] for r, part in zip(asked, mine, strict=True)]))
+        if self.fused:
+            images.into(self.x[:n], where, u)
+        else:
+            self.x[:n].copy_(images.batch(where, u[:, :DRAWS]).permute(0, 2, 3, 1))
+        labels = [r.client.labels.cpu().numpy()[order] for r, order in zip(asked, orders, strict=True)]
+        self.y[:n].copy_(self._upload(np.concatenate(labels)))
+        self.index[:n].copy_(self._upload(np.concatenate(orders)))
+        program.u[:n].copy_(u[:, DRAWS:])
+        for name, place in program.rows.items():
+            parts = [r.rows[name].to(self.device)[self._upload(o)] for r, o in zip(asked, orders, strict=True)]
+            place[:n].copy_(torch.cat(parts))
+        self.start.copy_(self._upload(np.cumsum(counts) - counts))
+        self.left.copy_(self._upload(counts // batch))
+        self.cursor.zero_()
+        if program.anchored is not None:
+            with torch.no_grad(), autocast(self.device, self.precision):
+                both = (torch.split(flat[:n], self.anchored) for flat in (self.x, program.anchored))
+                for x, place in zip(*both, strict=True):
+                    place.copy_(self.teacher(x.permute(0, 3, 1, 2)))
+
+    def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    # A step
+
+    def _rehearse(self, program: Program, images: Images, weights: Weights, asked: Sequence[Request]) -> None:
+        """A step outside of a graph, where kernels are compiled, and then the graph."""
+        batch = self.training.batch
+        if batch in program.graphs or asked[0].size < batch or not asked[0].epochs:
+            return
+        self._begin(program, weights, asked)
+        self._prepare(program, images, asked, 0, 0, 1)
+        try:
+            if self.fused:
+                stacked_kernels.compile_ahead(lambda: self.step(program))
+                self._begin(program, weights, asked)
+                self.cursor.zero_()
+            self.nets.calls = 0
+            self.step(program)
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise UnsuitableError(f"the loss cannot be taken for several clients at once ({error})") from error
+        program.passes[batch] = [self.nets.calls]
+        synchronize(self.device)
+        program.graphs[batch] = captured(self.device, self.pool, lambda: self.step(program))
+
+    def step(self, program: Program) -> None:
+        """One batch of every client that has one."""
+        nets, slots, batch = self.nets, self.slots, self.training.batch
+        active = self.cursor < self.left * batch
+        nets.active.copy_(active)
+        at = (self.start[:, None] + self.cursor + self.offsets).clamp_(max=self.room - 1).flatten()
+
+        def mine(flat: Tensor) -> Tensor:
+            return flat.index_select(0, at).view(slots, batch, *flat.shape[1:])
+
+        updated = program.aux.keys() if program.updated is None else program.updated
+        aux = {name: place.clone() if name in updated else place for name, place in program.aux.items()}
+        given = {
+            "x": mine(self.x).permute(0, 1, 4, 2, 3), "y": mine(self.y), "index": mine(self.index), "aux": aux,
+            "u": mine(program.u), "rows": {name: mine(place) for name, place in program.rows.items()},
+            "known": {} if program.anchored is None else {"anchored": mine(program.anchored)},
+            "parameters": list(nets.leaves.values()),
+        }  # fmt: skip
+        said: list[Tensor] = []
+
+        def teacher(x: Tensor) -> Tensor:
+            outputs: Tensor = self.teacher(x.flatten(0, 1))
+            said.append(outputs.view(*x.shape[:2], *outputs.shape[1:]))
+            return said[-1]
+
+        def one(given: Mapping[str, Any]) -> Tensor:
+            x, known = given["x"], given["known"].get("anchored")
+            anchor = Anchor(_Teacher(self.teacher, teacher), x, known)
+            net = OneOfMany(nets, given["parameters"])
+            step = Step(net, anchor, x, given["y"], given["index"], given["aux"], given["u"], given["rows"])
+            return program.loss(step)
+
+        with autocast(self.device, self.precision):
+            values = torch.vmap(one)(given)
+        if said and program.anchored is None:
+            program.anchored = said[0].new_zeros((self.room, *said[0].shape[2:]))  # from now on
+        nets.collect(values.sum())
+        self._descend(active)
+        self.total.add_(torch.where(active, values.detach() * batch, 0))
+        program.updated = frozenset(name for name in updated if aux[name]._version)
+        for name in program.updated:
+            place = program.aux[name]
+            place.copy_(torch.where(active.view(-1, *[1] * (place.ndim - 1)), aux[name], place))
+        self.cursor.add_(batch)
+
+    def _descend(self, active: Tensor) -> None:
+        options, nets, trainable = self.training, self.nets, self.packed.trainable
+        self.count.add_(active)
+        factors = self.factors.index_select(0, self.count.clamp(max=STEPS - 1))
+        given = nets.values, nets.gradient, self.means, self.squares, nets.low, factors, nets.active, trainable
+        if self.device.type == "cuda":
+            stacked_kernels.adam(*given, options.weight_decay)
+        else:
+            _adam(*given, options.weight_decay)
+
+
+class _Teacher(nn.Module):
+    """The anchor's network inside `vmap`: it is the same for everybody, so all images go through it together."""
+
+    def __init__(self, net: Any, together: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        vars(self).update(_net=net, _together=together)
+
+    def forward(self, x: Tensor) -> Any:
+        return Lift.apply(x, vars(self)["_together"])  # type: ignore[no-untyped-call]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from vars(self)["_net"].named_parameters(*args, **kwargs)
+
+
+def _adam(
+    values: Tensor, gradient: Tensor, means: Tensor, squares: Tensor, low: Tensor, factors: Tensor, active: Tensor,
+    trainable: int, decay: float,
+) -> None:  # fmt: skip
+    for k in torch.nonzero(active).flatten().tolist():
+        w, g, m, v = (matrix[k, :trainable] for matrix in (values, gradient, means, squares))
+        rate, correction = factors[k]
+        g = g.float() + decay * w
+        m.mul_(0.9).add_(g, alpha=1 - 0.9)
+        v.mul_(0.999).addcmul_(g, g, value=1 - 0.999)
+        w.sub_(rate * m / (v.sqrt() * correction + 1e-8))
+        low[k, :trainable].copy_(w)

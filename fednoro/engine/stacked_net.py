@@ -1,0 +1,196 @@
+"""Many ResNets of one shape as one network: their weights are the rows of a matrix, and their maps lie side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from fednoro.engine.stacked_kernels import COLUMNS
+from fednoro.engine.stacked_ops import Convolve, Kernel, Norm, Normalise, Place, Pool
+from fednoro.models import Packed
+from fednoro.models.networks import BasicBlock, Bottleneck, ResNet
+
+ALIGNED = 64  # entries: rows begin where the GPU reads fastest
+
+
+def stackable(net: nn.Module, device: torch.device) -> bool:
+    """Whether `StackedNet` can stand for this network: a ResNet, all of it trained, in the kernels' units on a GPU."""
+    kind: Any = type(net)
+    if not isinstance(net, ResNet) or (kind.forward, kind.features) != (ResNet.forward, ResNet.features):
+        return False
+    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+    whole = device.type != "cuda" or all(n.num_features % COLUMNS == 0 for n in norms)
+    return whole and all(p.requires_grad for p in net.parameters()) and all(n.momentum is not None for n in norms)
+
+
+class StackedNet:
+    """`slots` networks like the one in `packed`, which compute in `dtype` with float32 weights."""
+
+    def __init__(self, packed: Packed, slots: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.packed, self.net, self.slots = packed, packed.net, slots
+        device, width = packed.values.device, -(-len(packed.values) // ALIGNED) * ALIGNED
+        self.values = torch.zeros((slots, width), device=device)
+        self.low = self.values if dtype == torch.float32 else torch.zeros_like(self.values, dtype=dtype)
+        self.gradient = torch.zeros_like(self.low)  # as PyTorch's own layers of this type have them
+        self.active = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.calls = 0
+        tensors = zip(packed.tensors, *(self._views(m) for m in (self.values, self.low, self.gradient)), strict=True)
+        views = {id(tensor): parts for tensor, *parts in tensors}
+        names = {id(tensor): name for name, tensor in packed.net.named_parameters()}
+        # What a loss looks at, and what the layers use: gradients of either kind are added up. By .data, because an
+        # update of running statistics, in the same memory, is none of these.
+        self.leaves = {name: views[key][0].data.requires_grad_() for key, name in names.items()}
+        self.handles = {name: views[key][1].data.requires_grad_() for key, name in names.items()}
+        self.places = {name: Place(views[key][2]) for key, name in names.items()}
+        self._kernels: dict[int, Kernel] = {}
+        self._norms: dict[int, Norm] = {}
+        for module in packed.net.modules():
+            own = {kind: names[id(p)] for kind, p in module.named_parameters(recurse=False)}
+            if isinstance(module, nn.Conv2d):
+                name = own["weight"]
+                stride, pad = int(module.stride[0]), int(module.padding[0])
+                self._kernels[id(module)] = Kernel(self.handles[name], self.places[name], stride, pad)
+            elif isinstance(module, nn.BatchNorm2d):
+                gamma, beta = own["weight"], own["bias"]
+                assert module.momentum is not None
+                self._norms[id(module)] = Norm(
+                    views[id(module.weight)][0],
+                    views[id(module.bias)][0],
+                    views[id(module.running_mean)][0],
+                    views[id(module.running_var)][0],
+                    (self.handles[gamma], self.handles[beta]),
+                    (self.places[gamma], self.places[beta]),
+                    module.eps,
+                    module.momentum,
+                )
+
+    def _views(self, matrix: Tensor) -> list[Tensor]:
+        """Each tensor of the network in all rows of a matrix: S×…, channels last in memory."""
+        parts = torch.split(matrix[:, : len(self.packed.values)], list(self.packed.segments), dim=1)
+        views = []
+        for shape, part in zip(self.packed.shapes, parts, strict=True):
+            if len(shape) == 4:
+                outputs, inputs, height, width = shape
+                views.append(part.view(-1, outputs, height, width, inputs).permute(0, 1, 4, 2, 3))
+            else:
+                views.append(part.view(-1, *shape))
+        return views
+
+    def load(self, values: Tensor) -> None:
+        """One model, in `packed`'s layout, for everybody."""
+        self.values[:, : len(values)].copy_(values)
+        if self.low is not self.values:
+            self.low.copy_(self.values)
+
+    def running(self, name: str) -> Tensor:
+        """One of the tensors by its name, in all networks, S×…"""
+        return self._views(self.values)[self.packed.names.index(name)]
+
+    # Forward, on maps of all networks
+
+    def features(self, x: Tensor) -> Tensor:
+        """S×B×C×H×W to S×B×d."""
+        self.calls += 1
+        net: Any = self.net
+        with torch.autocast(x.device.type, enabled=False):
+            y = self._norm(net.bn1, self._convolve(net.conv1, x.permute(0, 1, 3, 4, 2).contiguous()), None, True)
+            y = self._pool(y)
+            for layer in (net.layer1, net.layer2, net.layer3, net.layer4):
+                for block in layer:
+                    y = self._block(block, y)
+            return y.mean((2, 3))
+
+    def fc(self, features: Tensor) -> Tensor:
+        """S×B×d to S×B×classes."""
+        with torch.autocast(features.device.type, enabled=False):
+            weight, bias = self.handles["fc.weight"], self.handles["fc.bias"]
+            return torch.baddbmm(bias[:, None], features.to(weight.dtype), weight.transpose(1, 2))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.fc(self.features(x))
+
+    def _convolve(self, module: nn.Module, x: Tensor) -> Tensor:
+        kernel = self._kernels[id(module)]
+        return Convolve.apply(x, kernel.low, kernel, self.active)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _norm(self, module: nn.Module, y: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
+        norm = self._norms[id(module)]
+        return Normalise.apply(y, *norm.handles, shortcut, norm, relu, self.active)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _pool(self, y: Tensor) -> Tensor:
+        if y.device.type == "cuda":
+            return Pool.apply(y, self.active)  # type: ignore[no-any-return,no-untyped-call]
+        maps = F.max_pool2d(y.flatten(0, 1).permute(0, 3, 1, 2), 3, 2, padding=1).permute(0, 2, 3, 1)
+        return maps.reshape(*y.shape[:2], *maps.shape[1:])
+
+    def _block(self, block: BasicBlock | Bottleneck, x: Tensor) -> Tensor:
+        shortcut = x
+        if block.downsample is not None:
+            convolution, norm = block.downsample.children()
+            shortcut = self._norm(norm, self._convolve(convolution, x), None, False)
+        layers = [(block.conv1, block.bn1), (block.conv2, block.bn2)]
+        if isinstance(block, Bottleneck):
+            layers.append((block.conv3, block.bn3))
+        for convolution, norm in layers[:-1]:
+            x = self._norm(norm, self._convolve(convolution, x), None, True)
+        convolution, norm = layers[-1]
+        return self._norm(norm, self._convolve(convolution, x), shortcut, True)
+
+    # Backward
+
+    def collect(self, loss: Tensor) -> None:
+        """Puts the gradients of `loss` into `gradient`."""
+        for place in self.places.values():
+            place.taken = False
+        wanted = [*self.handles.values(), *self.leaves.values()]
+        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        for place, used, seen in zip(self.places.values(), found, found[len(self.places) :], strict=False):
+            if used is None:
+                place.tensor.zero_()
+            elif used.data_ptr() != place.tensor.data_ptr():
+                place.tensor.copy_(used)
+            if seen is not None:
+                place.tensor.add_(seen)
+
+
+class Lift(Function):
+    """Calls a function of S×B×… from inside a `vmap` over S, where a tensor looks like B×…"""
+
+    @staticmethod
+    def forward(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        raise NotImplementedError("a stack's loss runs inside torch.vmap")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, function: Any) -> tuple[Tensor, int]:
+        where = in_dims[0]
+        x = x.expand(info.batch_size, *x.shape) if where is None else x.movedim(where, 0)
+        return function(x), 0
+
+
+class OneOfMany(nn.Module):
+    """The stack as a loss sees it inside `vmap`: one network."""
+
+    def __init__(self, nets: StackedNet, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        vars(self).update(_nets=nets, _named=dict(zip(nets.leaves, parameters, strict=True)))
+
+    def forward(self, x: Tensor) -> Any:
+        return Lift.apply(x, vars(self)["_nets"].logits)  # type: ignore[no-untyped-call]
+
+    def features(self, x: Tensor) -> Any:
+        return Lift.apply(x, vars(self)["_nets"].features)  # type: ignore[no-untyped-call]
+
+    def fc(self, features: Tensor) -> Any:
+        return Lift.apply(features, vars(self)["_nets"].fc)  # type: ignore[no-untyped-call]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        yield from vars(self)["_named"].items()

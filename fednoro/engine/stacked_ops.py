@@ -1,0 +1,208 @@
+"""Convolution and batch normalisation of many networks at once, with gradients.
+
+On a GPU they are the kernels of `stacked_kernels`; elsewhere the same formulas, one network after another, in PyTorch.
+Maps are S×B×H×W×C in bfloat16; weights are float32 leaves with bfloat16 copies. A gradient goes straight into its
+`place`, unless that is taken: a loss may show the network several views.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from fednoro.engine import stacked_kernels as kernels
+
+
+@dataclass
+class Place:
+    """Where a weight's gradient goes: a part of one vector per network."""
+
+    tensor: Tensor
+    taken: bool = False
+
+    def take(self) -> Tensor:
+        """The place, once; after that memory of its own."""
+        if self.taken:
+            return torch.empty_strided(
+                self.tensor.shape, _dense(self.tensor), dtype=self.tensor.dtype, device=self.tensor.device
+            )
+        self.taken = True
+        return self.tensor
+
+
+def _dense(tensor: Tensor) -> list[int]:
+    """Strides of a copy in which only the first dimension lies closer together."""
+    return [tensor[0].numel(), *tensor.stride()[1:]]
+
+
+@dataclass
+class Kernel:
+    """A convolution's weights in all networks: S×O×I×h×w, channels last in memory."""
+
+    low: Tensor  # of the type that is computed in
+    place: Place
+    stride: int
+    pad: int
+
+
+@dataclass
+class Norm:
+    """A batch normalisation in all networks: everything is S×C, in float32 but for the gradients and their handles."""
+
+    gamma: Tensor
+    beta: Tensor
+    mean: Tensor
+    var: Tensor
+    handles: tuple[Tensor, Tensor]
+    places: tuple[Place, Place]
+    eps: float
+    momentum: float
+
+
+class Convolve(Function):
+    """A convolution without bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, kernel: Kernel, active: Tensor) -> Tensor:
+        ctx.kernel, ctx.active, ctx.shape = kernel, active, x.shape
+        w = _last(low)
+        slots, batch, height, width, _ = x.shape
+        sides = [
+            (side + 2 * kernel.pad - k) // kernel.stride + 1
+            for side, k in zip((height, width), w.shape[2:4], strict=True)
+        ]
+        y = torch.empty((slots, batch, *sides, w.shape[1]), dtype=w.dtype, device=x.device)
+        if x.device.type == "cuda":
+            x = kernels.padded(x, w.dtype)
+            kernels.convolve(x, w, y, active, kernel.stride, kernel.pad)
+        else:
+            for a, b, c in zip(x, kernel.low, y, strict=True):
+                c.copy_(F.conv2d(_first(a, b), b, stride=kernel.stride, padding=kernel.pad).permute(0, 2, 3, 1))
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        (x,), kernel, active = ctx.saved_tensors, ctx.kernel, ctx.active
+        dy, wanted = dy.contiguous(), ctx.needs_input_grad[0]
+        dx = torch.empty(ctx.shape, dtype=dy.dtype, device=x.device) if wanted else None
+        dw = kernel.place.take()
+        if x.device.type == "cuda":
+            if dx is not None:
+                kernels.convolve_back(dy, _last(kernel.low), dx, active, kernel.stride, kernel.pad)
+            kernels.convolve_weights(x, dy, _last(dw), active, kernel.stride, kernel.pad)
+            return dx, dw, None, None
+        options = [kernel.stride] * 2, [kernel.pad] * 2, [1, 1], False, [0, 0], 1, [wanted, True, False]
+        for s, (a, b, g) in enumerate(zip(x, kernel.low, dy, strict=True)):
+            left, right, _ = torch.ops.aten.convolution_backward(_first(g, b), _first(a, b), b, None, *options)
+            dw[s].copy_(right)
+            if dx is not None:
+                dx[s].copy_(left.permute(0, 2, 3, 1))
+        return dx, dw, None, None
+
+
+class Normalise(Function):
+    """relu(norm(y) + shortcut), by the statistics of each network's own batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        _gamma: Tensor,
+        _beta: Tensor,
+        shortcut: Tensor | None,
+        norm: Norm,
+        relu: bool,
+        active: Tensor,
+    ) -> Tensor:
+        saved = torch.empty((y.shape[0], 2, y.shape[4]), device=y.device)
+        z = torch.empty_like(y)
+        if y.device.type == "cuda":
+            kernels.normalise(
+                y, norm.gamma, norm.beta, shortcut, z, saved, norm.mean, norm.var, active, norm.eps, norm.momentum, relu
+            )
+        else:
+            _normalise(y, shortcut, z, saved, norm, relu, active)
+        ctx.save_for_backward(y, z, saved)
+        ctx.norm, ctx.relu, ctx.active, ctx.added = norm, relu, active, shortcut is not None
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        (y, z, saved), gamma = ctx.saved_tensors, ctx.norm.gamma
+        dz, dy = dz.contiguous(), torch.empty_like(y)
+        dshortcut = torch.empty_like(y) if ctx.added else None
+        dgamma, dbeta = (place.take() for place in ctx.norm.places)
+        if y.device.type == "cuda":
+            kernels.normalise_back(dz, z, y, saved, gamma, dy, dshortcut, dgamma, dbeta, ctx.active, ctx.relu)
+        else:
+            _normalise_back(dz, z, y, saved, gamma, dy, dshortcut, dgamma, dbeta, ctx.relu)
+        return dy, dgamma, dbeta, dshortcut, None, None, None
+
+
+class Pool(Function):
+    """The largest of 3×3 pixels, every other row and column, with a border."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, active: Tensor) -> Tensor:
+        slots, batch, height, width, channels = x.shape
+        y = torch.empty((slots, batch, (height + 1) // 2, (width + 1) // 2, channels), dtype=x.dtype, device=x.device)
+        taps = torch.empty(y.shape, dtype=torch.int8, device=x.device)
+        kernels.pool(x, y, taps, active)
+        ctx.save_for_backward(taps, active)
+        ctx.shape = x.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        taps, active = ctx.saved_tensors
+        dx = torch.empty(ctx.shape, dtype=dy.dtype, device=dy.device)
+        kernels.unpool(dy.contiguous(), taps, dx, active)
+        return dx, None
+
+
+def _normalise(
+    y: Tensor, shortcut: Tensor | None, z: Tensor, saved: Tensor, norm: Norm, relu: bool, active: Tensor
+) -> None:
+    values, count = y.float(), y[0, ..., 0].numel()
+    mean, var = values.mean((1, 2, 3)), values.var((1, 2, 3), correction=0)
+    saved[:, 0], saved[:, 1] = mean, (var + norm.eps).rsqrt()
+    for running, now in ((norm.mean, mean), (norm.var, var * (count / (count - 1)))):
+        running.copy_(torch.where(active[:, None].bool(), running + norm.momentum * (now - running), running))
+    out = ((values - _wide(mean)) * _wide(saved[:, 1] * norm.gamma) + _wide(norm.beta)).to(y.dtype)
+    out = out if shortcut is None else out + shortcut
+    z.copy_(out.relu() if relu else out)
+
+
+def _normalise_back(
+    dz: Tensor, z: Tensor, y: Tensor, saved: Tensor, gamma: Tensor, dy: Tensor, dshortcut: Tensor | None,
+    dgamma: Tensor, dbeta: Tensor, relu: bool,
+) -> None:  # fmt: skip
+    g = dz.float() * (z > 0) if relu else dz.float()
+    if dshortcut is not None:
+        dshortcut.copy_(g)
+    v = (y.float() - _wide(saved[:, 0])) * _wide(saved[:, 1])
+    dgamma.copy_((g * v).sum((1, 2, 3)))
+    dbeta.copy_(g.sum((1, 2, 3)))
+    g = g - g.mean((1, 2, 3), keepdim=True) - v * (g * v).mean((1, 2, 3), keepdim=True)
+    dy.copy_(g * _wide(saved[:, 1] * gamma))
+
+
+def _wide(per_channel: Tensor) -> Tensor:
+    """S×C beside maps."""
+    return per_channel[:, None, None, None]
+
+
+def _last(w: Tensor) -> Tensor:
+    """S×O×I×h×w as it lies in memory: S×O×h×w×I."""
+    return w.permute(0, 1, 3, 4, 2)
+
+
+def _first(maps: Tensor, like: Tensor) -> Tensor:
+    """B×H×W×C as B×C×H×W of another tensor's type."""
+    return maps.to(like.dtype).permute(0, 3, 1, 2)

@@ -1,0 +1,59 @@
+"""Work that takes turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from fednoro.engine.turns import Turns, meet
+
+
+def adding(numbers: Sequence[int], log: list[str], name: str) -> Turns:
+    """Asks for each number and adds up the answers."""
+
+    def work() -> int:
+        total = 0
+        for number in numbers:
+            log.append(f"{name} asks {number}")
+            total += turns.ask(number)
+        log.append(f"{name} ends")
+        return total
+
+    turns = Turns(work)
+    return turns
+
+
+def test_requests_of_all_who_wait_are_met_together_and_nobody_runs_beside_another() -> None:
+    log: list[str] = []
+    a, b, c = adding([1, 2], log, "a"), adding([3], log, "b"), adding([], log, "c")
+    asked: list[list[int]] = []
+
+    def answer(requests: Sequence[int]) -> list[int]:
+        asked.append(list(requests))
+        return [10 * request for request in requests]
+
+    meet([a, b, c], answer)
+    assert asked == [[1, 3], [2]]
+    assert [turns.result for turns in (a, b, c)] == [30, 30, 0]
+    assert log == ["a asks 1", "b asks 3", "c ends", "a asks 2", "b ends", "a ends"]
+
+
+def test_an_exception_as_an_answer_is_raised_where_it_was_asked_for() -> None:
+    log: list[str] = []
+    a, b = adding([1], log, "a"), adding([2, 3], log, "b")
+    meet([a, b], lambda requests: [ValueError("no") if request == 1 else request for request in requests])
+    assert isinstance(a.error, ValueError) and a.result is None
+    assert b.result == 5 and b.error is None
+
+
+def test_an_error_of_the_one_who_answers_ends_all_work_and_is_raised() -> None:
+    log: list[str] = []
+    everybody = [adding([1], log, "a"), adding([2], log, "b")]
+
+    def answer(_: Sequence[int]) -> list[int]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        meet(everybody, answer)
+    assert all(turns.done and isinstance(turns.error, KeyboardInterrupt) for turns in everybody)
