@@ -96,6 +96,13 @@ class FedNoRoPlus(Method):
         if self.warmup >= rounds:
             raise UserError(f"method.warmup must be below train.rounds ({rounds}), got {self.warmup}: set either")
 
+    def check_clients(self, clients: int) -> None:
+        if unknown := [k for k in self.noisy or () if not 0 <= k < clients]:
+            raise UserError(
+                f"method.noisy must name clients of the federation, from 0 to {clients - 1}, "
+                f"got {', '.join(map(str, unknown))}"
+            )
+
     def purged(self, rounds: int, judged: int) -> int:
         """The round after which noisy clients come back; they do not where that is beyond the run."""
         return judged + (max(1, round(2 / 9 * (rounds - judged))) if self.purge is None else self.purge)
