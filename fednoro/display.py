@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -20,6 +20,7 @@ from fednoro.federation import Federation
 from fednoro.rounds import Turn
 from fednoro.runs import RunFolder
 from fednoro.types import State
+from fednoro.verdicts import verdicts
 
 PLAIN_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
@@ -34,6 +35,7 @@ class Terminal(Watcher):
         self._task: TaskID | None = None
         self._what, self._said = "", 0.0
         self._federation: Federation | None = None
+        self._verdict: tuple[dict[int, bool], int] | None = None  # the last one shown in full, and after which round
         self._rounds = self._done = 0
         self._best = 0.0
         self._seconds: list[float] = []
@@ -63,6 +65,7 @@ class Terminal(Watcher):
     def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
         self.close()
         self._federation, self._rounds, self._done = federation, state.rounds, state.round
+        self._verdict = None
         self._best = max((record["bacc"] for record in RunFolder(folder).rounds()), default=0.0)
         if self.quiet:
             return
@@ -124,7 +127,11 @@ class Terminal(Watcher):
         detection = state.memo.get("detection")
         if detection is None or self._federation is None:
             return
-        truth = self._federation.noisy
+        truth, found = self._federation.noisy, verdicts(state)
+        if self._verdict is not None and self._verdict[0] == found:
+            self._say(f"after round {state.round}: {_flagged(found)} as after round {self._verdict[1]}")
+            return
+        self._verdict = found, state.round
         self._say(f"after round {state.round}: {escape(detection['reason'])}")
         table = Table()
         for heading in ("client", "images", "P(noisy)", "verdict"):
@@ -170,6 +177,13 @@ class Terminal(Watcher):
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None
+
+
+def _flagged(found: Mapping[int, bool]) -> str:
+    count = sum(found.values())
+    if not count:
+        return "nobody is flagged,"
+    return "the same client is flagged" if count == 1 else f"the same {count} clients are flagged"
 
 
 def prepared_table(done: Prepared) -> Group:

@@ -190,7 +190,8 @@ class Lab:
     def federate(self, folder: Path) -> Federation:
         """Makes the federation that the configuration describes: split.npz and split.csv in `folder`."""
         config = self.config
-        federation = assemble(self.dataset, config.split, config.partition, config.noise, config.seed, self.annotate)
+        parts = (self.dataset, config.split, config.partition, config.noise)
+        federation = assemble(*parts, config.seed, self.annotate, config.method.check_clients)
         write_split(folder / "split.csv", self.dataset, federation.split)
         federation.save(folder / "split.npz")
         return federation

@@ -100,11 +100,17 @@ def assemble(
     noise: Kind,
     seed: int,
     annotate: Callable[[Mapping[int, IntArray]], Mapping[int, FloatArray]],
+    accept: Callable[[int], None] | None = None,
 ) -> Federation:
-    """Splits the data, shares the training part out to clients, and adds noise to their labels."""
+    """Splits the data, shares the training part out to clients, and adds noise to their labels.
+
+    `accept` is told how many clients there are before annotators are trained, and may raise.
+    """
     parts = split.parts(dataset, generator(seed, "split"))
     sites = None if dataset.sites is None else [dataset.sites[i] for i in parts.train]
     shares = partition.split(dataset.labels[parts.train], sites, generator(seed, "partition"))
+    if accept is not None:
+        accept(len(shares.indices))
     indices = tuple(parts.train[share] for share in shares.indices)
     context = Context(
         classes=dataset.classes,

@@ -51,6 +51,7 @@ def audit(
     folds: Annotated[int, typer.Option(min=2, help="Parts of each site's images in cross_fit.")] = 5,
     top: Annotated[int, typer.Option(min=1, help="Images in a letter; all are in its CSV files.")] = 200,
     device: Annotated[str | None, typer.Option(help="Device to compute on; the run's own if not given.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over an audit that is there already.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")] = False,
 ) -> None:
     from rich.console import Console
@@ -61,9 +62,7 @@ def audit(
     console = Console(emoji=False)
     terminal = Terminal(console, quiet)
     try:
-        done = audit_run(
-            run.expanduser(), scores.value, min_cell, out, rounds, folds, top, device=device, watcher=terminal
-        )
+        done = audit_run(run.expanduser(), scores.value, min_cell, out, rounds, folds, top, device, terminal, force)
     finally:
         terminal.close()
     if not quiet:

@@ -20,6 +20,7 @@ from fednoro.audit.sheets import sheet
 from fednoro.audit.simulated import Examined, Subject, examine, subject
 from fednoro.conduct import Watcher, warnings_to
 from fednoro.files import disk_errors, write_json, write_whole
+from fednoro.types import UserError
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,17 @@ def audit_run(
     top: int = TOP,
     device: str | None = None,
     watcher: Watcher | None = None,
+    force: bool = False,
 ) -> Audited:
-    """Audits a run: index.html and audit.json for the coordinator, sites/NAME/ with a letter for each site."""
+    """Audits a run: index.html and audit.json for the coordinator, sites/NAME/ with a letter for each site.
+
+    A folder that holds something already, decisions perhaps, is left alone unless `force` is given.
+    """
     watcher = watcher or Watcher()
     folder = (run / "audit" if out is None else out).expanduser()
+    with disk_errors(folder):
+        if not force and folder.is_dir() and any(folder.iterdir()):
+            raise UserError(f"{folder} exists already: choose another --out, or say --force to replace its files")
     with warnings_to(watcher), subject(run, watcher, device) as of:
         method = Audit(scores=scores, warmup=rounds or of.warmup, folds=folds)
         examined, how = examine(of, method), method.explain()

@@ -36,6 +36,9 @@ class Method(Options):
     def check(self, rounds: int) -> None:
         """Raises a `UserError` where the options do not fit a run of `rounds`."""
 
+    def check_clients(self, clients: int) -> None:
+        """Raises a `UserError` where the options do not fit a simulated federation of so many clients."""
+
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
         """Server: what to ask of whom."""
         return {k: Task("train", state.round, state.model) for k in clients.drawn}

@@ -95,6 +95,15 @@ class FedNoRoPlus(Method):
     def check(self, rounds: int) -> None:
         if self.warmup >= rounds:
             raise UserError(f"method.warmup must be below train.rounds ({rounds}), got {self.warmup}: set either")
+        if self.watch > self.warmup and self.watch != WATCHED:  # the default stands for all of a short warm-up
+            raise UserError(f"method.watch must be at most method.warmup ({self.warmup}), got {self.watch}: set either")
+
+    def check_clients(self, clients: int) -> None:
+        if unknown := [k for k in self.noisy or () if not 0 <= k < clients]:
+            raise UserError(
+                f"method.noisy must name clients of the federation, from 0 to {clients - 1}, "
+                f"got {', '.join(map(str, unknown))}"
+            )
 
     def purged(self, rounds: int, judged: int) -> int:
         """The round after which noisy clients come back; they do not where that is beyond the run."""

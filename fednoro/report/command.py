@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
@@ -136,9 +137,10 @@ def _say(console: Console, text: str) -> None:
 def _show(console: Console, table: Any, title: str) -> None:
     from fednoro.report.scene import printable
 
-    shown = RichTable(title=title, title_justify="left")
+    # As narrow as can be, so that 80 columns have room for names; what is longer is folded, never cut.
+    shown = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for name in table.head:
-        shown.add_column(name)
+        shown.add_column(name.replace(" ", "\n"), overflow="fold")
     for row in table.rows:
         shown.add_row(*(escape(printable(str(cell))) for cell in row))
-    console.print(shown)
+    console.print(shown, "")

@@ -153,7 +153,24 @@ def test_corrected_labels_are_judged_by_what_the_run_made_of_them(run: Run, tmp_
     page = (done.folder / "index.html").read_text(encoding="utf-8")
     assert "corrected them to" in page and "nothing was trained for it" in page and "model was trained" not in page
     with pytest.raises(UserError, match="has no corrected labels: fednoro-plus leaves them"):
-        audit_run(run.folder, "corrected")
+        audit_run(run.folder, "corrected", out=tmp_path / "none")
+
+
+def test_an_audit_that_was_edited_is_not_written_over_unless_forced(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "audit"
+    out.mkdir()
+    letters = audit_run(run.folder, rounds=1, out=out).letters  # an empty folder will do
+    edited = letters[0].parent / "accepted.csv"
+    edited.write_text("decided by hand")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    command = [sys.executable, "-m", "fednoro", "audit", str(run.folder), "--rounds", "1", "--out", str(out)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert refused.returncode == 2
+    assert f"{out} exists already: choose another --out, or say --force to replace its files" in refused.stderr
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    forced = subprocess.run([*command, "--force"], capture_output=True, text=True, timeout=120, check=False)
+    assert forced.returncode == 0, forced.stderr
+    assert edited.read_text().startswith("id,")
 
 
 def test_what_is_no_run_is_refused_in_words(run: Run, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 import fednoro
 from fednoro.data.dataset import Dataset
 from fednoro.engine import Hardware
+from fednoro.experiment import Lab
 from fednoro.methods import Method
 from fednoro.models import Packed
 from fednoro.training import Augment
@@ -280,7 +281,11 @@ def test_paired_differences_are_those_of_the_same_seed(tmp_path: Path, capsys: p
     assert plus[6:] == ["-9.00 ± 5.66 (87%)", "1 of 2", "2"]
 
 
-def test_misjudged_prints_every_mistake_against_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misjudged_prints_every_mistake_against_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, federate = list[Path](), Lab.federate
+    monkeypatch.setattr(Lab, "federate", lambda lab, folder: made.append(folder) or federate(lab, folder))
     short = [
         "train.epochs=1",
         "noise.epochs=1",
@@ -296,6 +301,12 @@ def test_misjudged_prints_every_mistake_against_none(capsys: pytest.CaptureFixtu
     assert [row[:2] for row in table] == [["0.6", name] for name in benchmark("misjudged").MISTAKES]
     assert table[0][3] == "+0.00" and all(0 < number(row[2]) < 100 for row in table)
     assert len({row[2] for row in table}) > 1
+    assert len(made) == 1, "one federation for all mistakes"
+    settings = [*short, "method=fednoro-plus", "noise.rate=0.6", "seed=1", f"out={tmp_path}"]
+    truth = fednoro.run("digits", *settings, "method.noisy=[]").federation.noisy
+    assert truth is not None
+    right = fednoro.run("digits", *settings, f"method.noisy={np.flatnonzero(truth).tolist()}")
+    assert table[0][2] == f"{100 * right.last:.2f}", "as a run that makes its federation itself"
 
 
 def test_conditions_are_played_from_one_warm_up_to_the_results_of_runs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 import fednoro
 from fednoro.config import anchored, resolve
-from fednoro.experiment import Watcher, laboratory
+from fednoro.experiment import Lab, Watcher, laboratory
+from fednoro.types import UserError
 
 TINY = (
     "data={name: synthetic, images: 160, classes: 3, size: 8, channels: 1}",
@@ -42,6 +44,23 @@ def test_where_nobody_is_noisy_no_annotator_and_no_engine_is_made(
         monkeypatch.setattr(lab, "_engine_on", lambda *_: pytest.fail("an engine was made"))
         federation = lab.federate(tmp_path)
     assert federation.noisy is not None and not federation.noisy.any()
+
+
+@pytest.mark.parametrize(("named", "wrong"), [("[1, 8]", "8"), ("[-1, 7, 20]", "-1, 20")])
+def test_a_noisy_client_that_the_federation_does_not_have_is_refused_before_anything_is_trained(
+    named: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lab, "_engine_on", lambda *_: pytest.fail("an engine was made"))
+    chosen = ["noise={name: h_idn}", "method=fednoro-plus", "method.warmup=2", f"method.noisy={named}"]
+    message = f"method.noisy must name clients of the federation, from 0 to 7, got {wrong}"
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        fednoro.run("digits", *TINY, *chosen, "device=cpu", f"out={tmp_path}")
+    assert not any(tmp_path.iterdir()), "nothing was begun that could be resumed"
+
+
+def test_every_client_of_a_federation_can_be_named_noisy(tmp_path: Path) -> None:
+    chosen = ["method=fednoro-plus", "method.warmup=2", "method.noisy=[0, 7]", "device=cpu"]
+    assert fednoro.run("digits", *TINY, *chosen, f"out={tmp_path}").detection is None, "they were not looked for"
 
 
 def test_relative_paths_are_kept_absolute_so_that_a_run_resumes_from_anywhere(

@@ -517,6 +517,13 @@ def test_a_warm_up_that_leaves_no_round_is_refused(warmup: int, rounds: int) -> 
     FedNoRoPlus(warmup=warmup).check(warmup + 1)
 
 
+def test_watching_more_rounds_than_the_warm_up_has_is_refused() -> None:
+    with pytest.raises(UserError, match=r"method\.watch must be at most method\.warmup \(6\), got 7: set either"):
+        FedNoRoPlus(warmup=6, watch=7).check(10)
+    FedNoRoPlus(warmup=6, watch=6).check(10)
+    FedNoRoPlus(warmup=2).check(10)  # the default is for short warm-ups too
+
+
 def test_a_client_whose_measures_were_never_numbers_measures_anew() -> None:
     lab = Lab(noisy=(3, 4))
     for k in (1, 3):

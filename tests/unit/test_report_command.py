@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from run_folders import make_run
 from typer.testing import CliRunner
 
@@ -41,6 +42,30 @@ def test_compare_prints_its_tables_and_writes_both_files(tmp_path: Path) -> None
     out = typed("compare", *runs, "--to", tmp_path / "both.v1")
     assert "mean ± std" in out and "paired by seed" in out and "2 of 2" not in out.split("wrote")[1]
     assert (tmp_path / "both.v1.html").exists() and (tmp_path / "both.v1.csv").exists()
+
+
+def test_compare_shows_names_whole_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [make_run(tmp_path / f"{m}{s}", method=m, seed=s) for m in ("fednoro-plus", "fedcorr-la") for s in range(3)]
+    lines = typed("compare", *runs, "--to", tmp_path / "both").splitlines()
+    assert max(map(len, lines[: lines.index("")])) <= 80
+    rows = [line.split() for line in lines if line.startswith("fed")]
+    assert [row[0] for row in rows] == ["fednoro-plus", *["fedcorr-la"] * 4]
+    assert [row[1] for row in rows[2:]] == ["fednoro-plus"] * 3
+
+
+def test_compare_folds_labels_that_have_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    runs = [make_run(tmp_path / name) for name in ("a", "b")]
+    name = "a-partition-whose-name-is-longer-than-its-column-can-be"
+    for run, chosen in zip(runs, ("iid", name), strict=True):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(yaml.safe_dump({**config, "partition": {"name": chosen}}))
+    out = typed("compare", *runs, "--to", tmp_path / "both")
+    assert "…" not in out
+    lines = out.split("\n\n")[0].splitlines()
+    width = next(line.index("seeds") for line in lines if "seeds" in line)
+    assert "".join(line[:width].strip() for line in lines).endswith(f"fednoro,partition={name}")
 
 
 def test_figures_go_into_the_run_folder_unless_told(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""What a person reads on the terminal about verdicts."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from federations import start
+from rich.console import Console
+from run_folders import make_run
+
+from fednoro.config import resolve
+from fednoro.display import Terminal
+from fednoro.federation import Federation
+from fednoro.rounds import Turn
+from fednoro.types import State
+
+
+def judged(after: int, flagged: Sequence[int], clients: Sequence[int] = range(6)) -> State:
+    rows = {str(k): {"noisy": k in flagged, "posterior": 0.9} for k in clients}
+    memo = {"detection": {"reason": f"the reason of round {after}", "clients": rows}}
+    return replace(start(20), round=after, memo=memo)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", clients=6)
+
+
+def shown(run: Path, *verdicts: State, terminal: Terminal | None = None) -> list[str]:
+    """What each verdict of a run adds to the terminal."""
+    said: list[str] = []
+    terminal = terminal or Terminal(Console(width=100))
+    text = terminal.console.file = io.StringIO()
+    terminal.started(resolve("digits"), run, Federation.load(run / "split.npz"), start(20), "eager")
+    for state in verdicts:
+        before = len(text.getvalue())
+        terminal.turned(Turn(state, "score", (), 0.1, (), None))
+        said.append(text.getvalue()[before:])
+    return said
+
+
+def test_a_verdict_that_stays_is_one_line_and_one_that_changes_is_shown_whole(run: Path) -> None:
+    everybody = range(6)
+    verdicts = [judged(5, everybody), judged(10, everybody), judged(15, everybody), judged(16, [2, 5]), judged(17, [2])]
+    first, second, third, fourth, fifth = shown(run, *verdicts)
+    assert second == "after round 10: the same 6 clients are flagged as after round 5\n"
+    assert third == "after round 15: the same 6 clients are flagged as after round 5\n"
+    for number, text, noisy in ((5, first, 6), (16, fourth, 2), (17, fifth, 1)):
+        assert text.startswith(f"after round {number}: the reason of round {number}\n")
+        lines = [line for line in text.splitlines() if line.startswith("│ client ")]
+        assert len(lines) == 6 and sum("noisy" in line for line in lines) == noisy
+
+
+@pytest.mark.parametrize(
+    ("flagged", "said"),
+    [([], "nobody is flagged, as after round 5"), ([3], "the same client is flagged as after round 5")],
+)
+def test_the_line_fits_any_number_of_clients(run: Path, flagged: list[int], said: str) -> None:
+    assert shown(run, judged(5, flagged), judged(7, flagged))[1] == f"after round 7: {said}\n"
+
+
+def test_a_client_that_is_judged_later_is_shown_though_it_is_clean(run: Path) -> None:
+    later = shown(run, judged(5, [2], range(5)), judged(6, [2]))[1]
+    assert "client 05" in later and "the same" not in later
+
+
+def test_another_run_begins_with_the_whole_verdict(run: Path) -> None:
+    watcher = Terminal(Console(width=100))
+    assert shown(run, judged(5, [2]), terminal=watcher) == shown(run, judged(5, [2]), terminal=watcher)
