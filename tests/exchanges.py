@@ -56,12 +56,16 @@ class Exchange:
         return {(task.name, *task.settings) for task in self.tasks.values()}
 
 
-@functools.cache
 def on_eager(method: Method, device: torch.device = CPU, lab: Lab = SMALL) -> list[Exchange]:
-    """The first and the last exchange of every kind that a whole run has, in order.
+    """The first and the last exchange of every kind that a whole run has, in order; the same ones for the same asker.
 
     A run of FedNoRo+ that finds nobody noisy here is followed by one that is told.
     """
+    return _on_eager(method, device, lab)  # a cache tells apart what is given from what is left out
+
+
+@functools.cache
+def _on_eager(method: Method, device: torch.device, lab: Lab) -> list[Exchange]:
     seen = _played(method, device, lab)
     if isinstance(method, FedNoRoPlus):
         seen += _played(replace(method, noisy=(0, 2)), device, lab)

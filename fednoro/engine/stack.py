@@ -291,10 +291,11 @@ class Stack:
                 self.cursor.zero_()
             self.nets.calls = 0
             self.step(program)
-        except (RuntimeError, NotImplementedError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise UnsuitableError(f"the loss cannot be taken for several clients at once ({error})") from error
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the method's loss, of vmap or of Triton: one by one may still work
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise UnsuitableError(f"a step of several clients at once has failed ({why})") from error
         program.passes[batch] = [self.nets.calls]
         synchronize(self.device)
         program.graphs[batch] = captured(self.device, self.pool, lambda: self.step(program))

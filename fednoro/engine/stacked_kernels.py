@@ -87,7 +87,7 @@ def convolve(x: Tensor, w: Tensor, y: Tensor, active: Tensor, stride: int, pad: 
     """Y = x ∗ w, for maps that are `padded`."""
     (slots, batch, height, width, _), (_, outputs, kh, kw, inputs) = x.shape, w.shape
     pixels, few = batch * y.shape[2] * y.shape[3], FEW_CHANNELS if inputs <= FEW_CHANNELS else 0
-    tile, warps = ((128, 64, _power_of_two(kw * few)), 4) if few else _tile(pixels, outputs, inputs)
+    tile, warps = ((128, 64, _power_of_two(kw * few)), 4) if few else _tile(pixels, outputs, inputs, w)
     _launch(
         _convolution().forward, (-(-pixels // tile[0]), outputs // tile[1], slots),
         x, w, y, active, w.stride(0), batch, height, width, *y.shape[2:4], inputs, outputs, kh, kw, pad,
@@ -99,7 +99,7 @@ def convolve_back(dy: Tensor, w: Tensor, dx: Tensor, active: Tensor, stride: int
     """The gradient for a convolution's input."""
     (slots, batch, height, width, inputs), (_, outputs, kh, kw, _) = dx.shape, w.shape
     pixels = batch * height * width
-    tile, warps = _tile(pixels, inputs, outputs)
+    tile, warps = _tile(pixels, inputs, outputs, w)
     _launch(
         _convolution().to_input, (-(-pixels // tile[0]), inputs // tile[1], slots),
         dy, w, dx, active, w.stride(0), batch, height, width, *dy.shape[2:4], inputs, outputs, kh, kw, pad, stride,
@@ -126,13 +126,14 @@ def convolve_weights(x: Tensor, dy: Tensor, dw: Tensor, active: Tensor, stride: 
         dw.copy_(out.sum(1))
 
 
-def _tile(pixels: int, outputs: int, inputs: int) -> tuple[tuple[int, int, int], int]:
+def _tile(pixels: int, outputs: int, inputs: int, weights: Tensor) -> tuple[tuple[int, int, int], int]:
     """Pixels, outputs and inputs of a product's tile, and the warps that work on it."""
     if outputs < 128:
         return (128, 64, 64), 4
     if pixels >= 512 or inputs % 128:
         return (64, 128, 64), 4
-    return (64, 128 if pixels >= 128 else 64, 128), 8
+    deep = 128 if weights.itemsize == 2 else 64  # the memory of a block holds no more
+    return (64, 128 if pixels >= 128 else 64, deep), 8
 
 
 def _power_of_two(least: int) -> int:

@@ -7,6 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
+class UnansweredError(Exception):
+    """Whoever was to answer has failed."""
+
+
 class Turns:
     """One client's work, in a thread that only runs while the others wait: their requests can be met together."""
 
@@ -54,9 +58,9 @@ def meet(everybody: Sequence[Turns], answer: Callable[[Sequence[Any]], Sequence[
     while waiting := [turns for turns in everybody if not turns.done]:
         try:
             answers = answer([turns.request for turns in waiting])
-        except BaseException as error:
+        except BaseException:
             for turns in waiting:
-                turns.go_on(error)
+                turns.go_on(UnansweredError())
             raise
         for turns, said in zip(waiting, answers, strict=True):
             turns.go_on(said)

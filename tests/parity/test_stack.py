@@ -116,7 +116,7 @@ class Peeking(Method):
 
 def test_a_loss_that_looks_at_values_is_trained_one_by_one_and_the_run_says_so() -> None:
     lab = engine()
-    with pytest.warns(FedNoRoWarning, match="one client per stream: the loss cannot be taken for several"):
+    with pytest.warns(FedNoRoWarning, match="one client per stream: a step of several clients at once has failed"):
         found = pairs(lab, Peeking(), CPU, THIN)
     for task, expected, answer in found:
         check_close(task, expected, answer, "fp32")

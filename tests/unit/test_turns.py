@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fednoro.engine.turns import Turns, meet
+from fednoro.engine.turns import Turns, UnansweredError, meet
 
 
 def adding(numbers: Sequence[int], log: list[str], name: str) -> Turns:
@@ -56,4 +56,4 @@ def test_an_error_of_the_one_who_answers_ends_all_work_and_is_raised() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         meet(everybody, answer)
-    assert all(turns.done and isinstance(turns.error, KeyboardInterrupt) for turns in everybody)
+    assert all(turns.done and isinstance(turns.error, UnansweredError) for turns in everybody)
