@@ -200,10 +200,9 @@ def alternatives(work: Workload, options: argparse.Namespace) -> tuple[dict[str,
         for count in counts:
             found[f"plain {workers}, {count}"] = Alternative(once, slow.steps, count, usual)
     add("eager", slow, Hardware(device, "eager"), slow.steps, [slow.threads()])
-    for name, precision, compiled in variants(options):
-        # Given, because a run takes its lanes from the threads that torch had before a small network got only one.
-        lanes = threads if device.type == "cpu" else None
-        hardware = Hardware(device, precision=precision, compiled=compiled, lanes=lanes)
+    for name, hardware in variants(options).items():
+        if device.type == "cpu":  # a run takes its lanes from the threads that torch had before a small network got one
+            hardware = replace(hardware, lanes=threads)
         told = add(f"fast {name}", work, hardware, work.steps, [work.threads()], options.kd)
         notes.append(f"fast {name}: {told}")
         # With one client, several lanes would leave all but one core idle: the limit is one large batch on all cores.
@@ -212,9 +211,14 @@ def alternatives(work: Workload, options: argparse.Namespace) -> tuple[dict[str,
     return found, notes
 
 
-def variants(options: argparse.Namespace) -> list[tuple[str, Precision, bool]]:
-    plainly: list[tuple[str, Precision, bool]] = [(p, p, False) for p in options.precision]
-    return plainly + ([(f"{p} compiled", p, True) for p in options.precision] if options.compile else [])
+def variants(options: argparse.Namespace) -> dict[str, Hardware]:
+    """The fast engine's settings, by name."""
+    found: dict[str, Hardware] = {p: Hardware(options.device, precision=p) for p in options.precision}
+    if options.streams:
+        found |= {f"{p} on streams": Hardware(options.device, precision=p, stack=False) for p in options.precision}
+    if options.compile:
+        found |= {f"{p} compiled": Hardware(options.device, precision=p, compiled=True) for p in options.precision}
+    return found
 
 
 def rows(work: Workload, label: str, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
@@ -237,7 +241,7 @@ def rows(work: Workload, label: str, options: argparse.Namespace) -> tuple[list[
     plain_loops = [f"plain {workers}" for workers in options.workers]
     fastest = min(map(ms, plain_loops), key=statistics.median)
     table = []
-    for name, _, _ in variants(options):
+    for name in variants(options):
         fast = ms(f"fast {name}")
         cells = [*map(ms, plain_loops), ms("eager"), fast, ms(f"limit {name}")]
         ratios = [(fastest, fast), (ms("eager"), fast), (fast, ms(f"limit {name}"))]
@@ -250,7 +254,7 @@ def rows(work: Workload, label: str, options: argparse.Namespace) -> tuple[list[
     slow = work.first(options.slow_steps)
     shown = [f"{label}: {len(sizes)} clients with {min(sizes)} to {max(sizes)} images, {work.steps} steps per round"]
     shown.append(f"plain and eager over {len(slow.clients)} clients, {slow.steps} steps")
-    names = [*plain_loops, "eager", *(f"limit {name}" for name, _, _ in variants(options))]
+    names = [*plain_loops, "eager", *(f"limit {name}" for name in variants(options))]
     shown.append("threads: " + "; ".join(map(chosen, names)))
     return table, [". ".join([*shown, "; ".join(notes)])]
 
@@ -268,6 +272,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeat", type=int, default=3, help="rounds that are measured, after one that is not")
     add("--slow-steps", type=int, default=40, help="steps of the plain loop and of eager, in whole clients; 0: all")
     add("--kd", action="store_true", help="also a round of FedNoRo's stage 2 with distillation on every client")
+    add("--streams", action="store_true", help="on a GPU, also with one client per stream in place of stacks")
     add("--compile", action="store_true", help="also with torch.compile")
     options = parser.parse_args(arguments)
     options.device = choose_device(options.device)

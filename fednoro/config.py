@@ -52,6 +52,7 @@ class General(Options):
     )
     precision: Literal["fp32", "tf32", "bf16"] = option("fp32", "arithmetic on CUDA: fp32, or the faster tf32 and bf16")
     compile: bool = option(False, "on CUDA, torch.compile the network: slow to start, faster after")
+    stack: bool = option(True, "on CUDA, train many clients as one network where that is faster: ResNets in bf16")
     checkpoint_every: int = option(5, "exchanges (rounds, mostly) between checkpoints", ge=1)
     track: tuple[str, ...] = option((), f"trackers that are written into the run folder: {', '.join(TRACKERS)}")
 

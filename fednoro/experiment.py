@@ -78,7 +78,7 @@ def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
 
 def hardware_for(config: Config) -> Hardware:
     """What the configuration asks for."""
-    return Hardware(choose_device(config.device), config.engine, config.precision, config.compile)
+    return Hardware(choose_device(config.device), config.engine, config.precision, config.compile, config.stack)
 
 
 def free_folder(config: Config) -> Path:

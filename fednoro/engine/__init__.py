@@ -54,6 +54,7 @@ class Hardware:
     kind: Kind = "auto"
     precision: Precision = "fp32"
     compiled: bool = False
+    stack: bool = True  # where that is faster
     lanes: int | None = None  # clients at a time; by default what the machine and the memory allow
 
     def __post_init__(self) -> None:
@@ -89,7 +90,10 @@ class Hardware:
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
             return EagerEngine(*given, resident=False)
         try:
-            return CudaEngine(*given, precision=self.precision, compiled=self.compiled, lanes=self.lanes)
+            stacked = None if self.stack else False
+            return CudaEngine(
+                *given, precision=self.precision, compiled=self.compiled, lanes=self.lanes, stacked=stacked
+            )
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             message = "the eager engine in fp32, because the GPU's memory does not hold one network per stream"

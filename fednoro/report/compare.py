@@ -17,7 +17,7 @@ from fednoro.report.reading import Recorded, read
 from fednoro.types import FloatArray, UserError
 
 # What says where and when a run was made, not what it is.
-INCIDENTAL = {"seed", "name", "out", "device", "engine", "compile", "checkpoint_every", "track"}
+INCIDENTAL = {"seed", "name", "out", "device", "engine", "compile", "stack", "checkpoint_every", "track"}
 MEASURES = ("best", "last", "final")
 CONFIDENCE = 0.95
 

@@ -108,7 +108,8 @@ def test_on_cuda_the_engine_for_it_is_taken_with_its_options(monkeypatch: pytest
     on_a_gpu(monkeypatch, ONE_GIB)
     made = engine(Hardware(CUDA, precision="bf16", compiled=True, lanes=5))
     assert type(made).__name__ == "Cuda"
-    assert made.options == {"precision": "bf16", "compiled": True, "lanes": 5}
+    assert made.options == {"precision": "bf16", "compiled": True, "lanes": 5, "stacked": None}
+    assert engine(Hardware(CUDA, stack=False)).options["stacked"] is False
     assert type(engine(Hardware(CUDA, "eager"))).__name__ == "Eager"
 
 
@@ -143,9 +144,9 @@ def test_configuration_takes_known_values_only(key: str, value: str, allowed: st
 
 def test_by_default_the_engine_is_chosen_and_computes_in_fp32() -> None:
     config = resolve("digits", [])
-    assert (config.engine, config.precision, config.compile) == ("auto", "fp32", False)
-    config = resolve("digits", ["engine=eager", "precision=tf32", "compile=true"])
-    assert (config.engine, config.precision, config.compile) == ("eager", "tf32", True)
+    assert (config.engine, config.precision, config.compile, config.stack) == ("auto", "fp32", False, True)
+    config = resolve("digits", ["engine=eager", "precision=tf32", "compile=true", "stack=false"])
+    assert (config.engine, config.precision, config.compile, config.stack) == ("eager", "tf32", True, False)
 
 
 def test_auto_takes_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
