@@ -1,9 +1,10 @@
-"""Several clients at a time on one GPU: each lane has a stream, and its steps are CUDA graphs.
+"""Several clients at a time on one GPU, stacked in one network or on lanes, with steps that are CUDA graphs.
 
 A client's step is hundreds of small kernels, and starting them one by one costs more than running them. Here a whole
 step (gather, forward, loss, backward, Adam) is captured once per loss and batch size and replayed from then on: all
 that changes from step to step, client to client or round to round is copied into fixed places that the graph reads.
-The host only queues replays, for one client after another; the GPU runs the lanes side by side.
+The host only queues replays, for one client after another; the GPU runs the lanes side by side, each with a stream of
+its own. Where clients can be stacked (`stack`), they meet at their training, and only what is left goes to lanes.
 
 Images are prepared a block of batches at a time, because augmentation is some thirty kernels whatever the number of
 images. The last batch of an epoch has a graph of its own size.
@@ -32,7 +33,8 @@ from fednoro.engine.images import Images
 from fednoro.engine.lane import schedule
 from fednoro.engine.programs import EVALUATION_PIXELS, Precision, UnsuitableError
 from fednoro.engine.request import Request
-from fednoro.engine.stack import Stack
+from fednoro.engine.stack import PREPARED, Stack
+from fednoro.engine.stacked_kernels import SLOTS
 from fednoro.engine.stacked_net import stackable
 from fednoro.engine.streams import after, current, synchronize
 from fednoro.engine.turns import Turns, meet
@@ -43,7 +45,6 @@ from fednoro.types import Failure, FedNoRoWarning, FloatArray, IntArray, Reply, 
 Answer = tuple[Reply | Failure, torch.cuda.Event | None]
 
 STREAMS = 12
-SLOTS = 24  # clients in a stack
 STACKS = 2  # side by side
 LANES_BESIDE = 6  # for what its clients do alone
 STACKED_PIXELS = 128 * 128  # larger images fill the GPU by themselves
@@ -130,8 +131,7 @@ class CudaEngine(EagerEngine):
         """Each client's answer, in client order; a client that raises becomes a `Failure`."""
         if self._eager is None:
             self._widen(len(tasks))
-        least = SLOTS if self._stacking else 2 * len(self.lanes)
-        for window in windows(sorted(tasks), self.net.values.nbytes, self._room(), least):
+        for window in self._windows(sorted(tasks)):
             answers = self._together(method, {k: tasks[k] for k in window})
             for k in window:
                 item, done = answers.pop(k)
@@ -141,13 +141,20 @@ class CudaEngine(EagerEngine):
                         done.synchronize()  # they are read on the host
                 yield item
 
+    def _windows(self, clients: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Clients who are asked at a time."""
+        if not self._stacking:
+            return windows(clients, self.net.values.nbytes, self._room(), 2 * len(self.lanes))
+        most = STACKS * self._slots()  # by rule: who is trained with whom shows in the last bits
+        return windows(clients, 1, 0, -(-len(clients) // max(1, -(-len(clients) // most))))
+
     def _room(self) -> int:
         """Bytes of models that may wait to be folded."""
         return torch.cuda.mem_get_info(self.device)[0] // 4 if self.device.type == "cuda" else 2**30
 
     def _together(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """Queues the work of all clients; the events say when each one's answer is there."""
-        answers = self._by_turns(method, tasks) if self._stacking and len(tasks) > 1 else {}
+        answers = self._by_turns(method, tasks) if self._stacking and len(tasks) > 1 and self._eager is None else {}
         # The largest first, each to the lane with the least to do.
         queue = sorted(tasks.keys() - answers.keys(), key=lambda k: (-len(self.clients[k].index), k))
         queued = [0] * len(self.lanes)
@@ -207,9 +214,12 @@ class CudaEngine(EagerEngine):
         groups: dict[Any, list[Request]] = {}
         for request in requests:
             groups.setdefault(request.kind, []).append(request)
+        full = False
         try:
             self._train_stacked({kind: group for kind, group in groups.items() if len(group) > 1})
         except torch.OutOfMemoryError:
+            full = True  # while it is handled, the stack cannot be let go
+        if full:
             self._unstack("the GPU's memory does not hold a stack of clients")
         return [request.answer or self._train_alone(request) for request in requests]
 
@@ -229,10 +239,15 @@ class CudaEngine(EagerEngine):
                     next(steps)
                 except StopIteration:
                     del running[stack]
+                except torch.OutOfMemoryError:
+                    raise
                 except UnsuitableError as reason:
                     del running[stack]
                     self._apart.add(kind)
+                    self.most = STREAMS
                     warnings.warn(f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2)
+                except Exception:  # of one client: each by itself will show whose it is
+                    del running[stack]
 
     def _stacks(self, wanted: int) -> Sequence[Stack]:
         while len(self.stacks) < min(wanted, STACKS):
@@ -240,13 +255,13 @@ class CudaEngine(EagerEngine):
         return self.stacks
 
     def _slots(self) -> int:
-        """How many clients are stacked: equal parts of all, as far as a third of the memory holds them."""
+        """How many clients are stacked: equal parts of all, as far as a third of the GPU holds them."""
         if self.stacks:
             return self.stacks[0].slots
         held = SLOTS
         if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-            held = max(2, min(SLOTS, free // 3 // (STACKS * STACKED_COPIES * self.net.values.nbytes)))
+            memory = torch.cuda.get_device_properties(self.device).total_memory // 3 - STACKS * PREPARED
+            held = max(2, min(SLOTS, memory // (STACKS * STACKED_COPIES * self.net.values.nbytes)))
         count = max(2, len(self.clients))
         return -(-count // -(-count // held))
 
@@ -264,6 +279,9 @@ class CudaEngine(EagerEngine):
 
     def _shrink(self) -> None:
         synchronize(self.device)
+        if self.stacks:
+            self._unstack("the GPU's memory ran out")
+            return
         if len(self.lanes) == 1:
             self._fall_back("the GPU has too little memory for graphs")
             return
@@ -278,6 +296,7 @@ class CudaEngine(EagerEngine):
         for lane in self.lanes:
             lane.programs.clear()
         del self.lanes[1:]
+        self.stacks, self._stacking = [], False
         torch.cuda.empty_cache()
         warnings.warn(f"going on with the eager engine in fp32: {reason}", FedNoRoWarning, stacklevel=2)
         self._eager = EagerEngine(*self._given, images=self.images)

@@ -36,7 +36,7 @@ class Inputs:
 
 @dataclass
 class Program:
-    """One kind of step in one lane: the places it reads from, and its graphs by batch size."""
+    """One kind of step in a lane or a stack: the places it reads from, and its graphs by batch size."""
 
     key: Any
     loss: Callable[[Step], Tensor]

@@ -47,8 +47,9 @@ class Request:
         lane, draws = self.lane, DRAWS + self.draws
         order = np.concatenate([e.order for e in self.epochs]) if self.epochs else np.empty(0, np.int64)
         u = np.concatenate([e.u for e in self.epochs]) if self.epochs else np.empty((0, draws), np.float32)
-        labels, sizes = self.client.labels.cpu().numpy(), batches(self.size, lane.training.batch) * len(self.epochs)
+        sizes = batches(self.size, lane.training.batch) * len(self.epochs)
         with torch.cuda.stream(lane.stream):
+            labels = self.client.labels.cpu().numpy()
             where, y, order_there, u_there = map(lane.upload, (self.client.index, labels, order, u))
         return Inputs(where, y, order_there, u_there, self.rows, self.aux, sizes)
 

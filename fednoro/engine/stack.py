@@ -35,12 +35,11 @@ from fednoro.engine.programs import (
 )
 from fednoro.engine.request import Request
 from fednoro.engine.stacked_net import Lift, OneOfMany, StackedNet
-from fednoro.engine.streams import after, stream, synchronize
+from fednoro.engine.streams import after, current, stream, synchronize
 from fednoro.models import Packed
 from fednoro.training import Training
 from fednoro.types import Step, Weights
 
-COUNT = "number of steps"
 STEPS = 20_000  # of Adam, after which its corrections are 1 in float32
 PREPARED = 2**30  # bytes of images that are prepared at once
 
@@ -51,7 +50,9 @@ class Participant:
     def __init__(self, stack: Stack, program: Program, k: int, request: Request) -> None:
         self.stack, self.shared, self.k, self.request = stack, program, k, request
         self.losses: list[Tensor] = []
-        self.apart: dict[str, Tensor] = {}
+        # Both until the next batch of its own: memory that is let go on another stream would be used again too early.
+        self.aux: Mapping[str, Tensor] | None = None
+        self.count: Tensor | None = None
         self.values: Tensor | None = None  # the trained weights, where the last batch was its own
 
     @cached_property
@@ -72,24 +73,22 @@ class Participant:
         )
         halfway = Halfway(values, means, squares, stack.count[k], end - request.size % batch, end)
         self.losses.append(lane.go_on(self.alone, images, request.task.weights, data, halfway))
+        self.aux, self.count = aux, lane.adam.count.clone()
         if epoch + 1 == len(request.epochs):
             self.values = lane.net.ordinary()
-            for name, value in aux.items():
-                request.aux[name].copy_(value)
             return
         # The steps of others do not touch these rows.
         values.copy_(lane.net.values)
         stack.nets.low[k, : stack.width].copy_(values)
         here, there = lane.adam.within(lane.net, means, squares)
         torch._foreach_copy_(there, here)
-        self.apart = {COUNT: lane.adam.count.clone(), **aux}
 
     def rejoin(self) -> None:
         """Brings to the others what their steps would have overwritten."""
-        for name, value in self.apart.items():
-            place = self.stack.count if name is COUNT else self.shared.aux[name]
-            place[self.k].copy_(value)
-        self.apart = {}
+        if self.aux is not None and self.count is not None:
+            self.stack.count[self.k].copy_(self.count)
+            for name, value in self.aux.items():
+                self.shared.aux[name][self.k].copy_(value)
 
     def answer(self) -> None:
         """Puts the trained weights and the mean loss into the request."""
@@ -97,10 +96,10 @@ class Participant:
         epochs, rest = len(request.epochs), request.size % batch
         if self.values is None:
             self.values = stack.packed.ordinary(stack.nets.values[self.k, : stack.width])
-            for name, place in self.shared.aux.items():
-                request.aux[name].copy_(place[self.k])  # what the loss updated from batch to batch
+        for name, place in self.shared.aux.items():  # what the loss updated from batch to batch
+            request.aux[name].copy_(place[self.k])
         passes = np.array(self.shared.passes.get(batch, [0])) * (epochs * (request.size // batch))
-        if rest > 1:
+        if rest > 1 and epochs:
             passes = passes + epochs * np.array(self.alone.passes[rest])
         seen = lane.upload(np.broadcast_to(passes, len(lane.norms)).astype(np.int64))
         weights = Weights(self.values, request.task.weights.counters.to(stack.device) + seen, stack.packed.segments)
@@ -112,7 +111,7 @@ class Stack:
     """Room for so many clients, and what their steps read and write."""
 
     def __init__(self, net: nn.Module, lane: CudaLane, shape: tuple[int, ...], training: Training, slots: int) -> None:
-        self.device, self.training, self.slots = lane.device, training, slots
+        self.device, self.training, self.slots, self.upload = lane.device, training, slots, lane.upload
         device, batch = self.device, training.batch
         packed = Packed(copy.deepcopy(net), device, channels_last=True, like=lane.net)
         self.precision = lane.precision
@@ -143,6 +142,7 @@ class Stack:
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs: dict[Any, Program] = {}
+        after(self.stream, current(device))
 
     # One exchange
 
@@ -249,31 +249,27 @@ class Stack:
         orders = [r.epochs[epoch].order[part] for r, part in zip(asked, mine, strict=True)]
         counts = np.array([len(order) for order in orders] + [0] * (self.slots - len(asked)))
         n = int(counts.sum())
-        where = self._upload(np.concatenate([r.client.index[order] for r, order in zip(asked, orders, strict=True)]))
-        u = self._upload(np.concatenate([r.epochs[epoch].u[part] for r, part in zip(asked, mine, strict=True)]))
+        where = self.upload(np.concatenate([r.client.index[order] for r, order in zip(asked, orders, strict=True)]))
+        u = self.upload(np.concatenate([r.epochs[epoch].u[part] for r, part in zip(asked, mine, strict=True)]))
         if self.fused:
             images.into(self.x[:n], where, u)
         else:
             self.x[:n].copy_(images.batch(where, u[:, :DRAWS]).permute(0, 2, 3, 1))
         labels = [r.client.labels.cpu().numpy()[order] for r, order in zip(asked, orders, strict=True)]
-        self.y[:n].copy_(self._upload(np.concatenate(labels)))
-        self.index[:n].copy_(self._upload(np.concatenate(orders)))
+        self.y[:n].copy_(self.upload(np.concatenate(labels)))
+        self.index[:n].copy_(self.upload(np.concatenate(orders)))
         program.u[:n].copy_(u[:, DRAWS:])
         for name, place in program.rows.items():
-            parts = [r.rows[name].to(self.device)[self._upload(o)] for r, o in zip(asked, orders, strict=True)]
+            parts = [r.rows[name].to(self.device)[self.upload(o)] for r, o in zip(asked, orders, strict=True)]
             place[:n].copy_(torch.cat(parts))
-        self.start.copy_(self._upload(np.cumsum(counts) - counts))
-        self.left.copy_(self._upload(counts // batch))
+        self.start.copy_(self.upload(np.cumsum(counts) - counts))
+        self.left.copy_(self.upload(counts // batch))
         self.cursor.zero_()
         if program.anchored is not None:
             with torch.no_grad(), autocast(self.device, self.precision):
                 both = (torch.split(flat[:n], self.anchored) for flat in (self.x, program.anchored))
                 for x, place in zip(*both, strict=True):
                     place.copy_(self.teacher(x.permute(0, 3, 1, 2)))
-
-    def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     # A step
 
@@ -286,7 +282,7 @@ class Stack:
         self._prepare(program, images, asked, 0, 0, 1)
         try:
             if self.fused:
-                stacked_kernels.compile_ahead(lambda: self.step(program))
+                stacked_kernels.compile_ahead(self.device, lambda: self.step(program))
                 self._begin(program, weights, asked)
                 self.cursor.zero_()
             self.nets.calls = 0
@@ -336,8 +332,7 @@ class Stack:
             values = torch.vmap(one)(given)
         if said and program.anchored is None:
             program.anchored = said[0].new_zeros((self.room, *said[0].shape[2:]))  # from now on
-        nets.collect(values.sum())
-        self._descend(active)
+        self._descend(active, nets.collect(values.sum()))
         self.total.add_(torch.where(active, values.detach() * batch, 0))
         program.updated = frozenset(name for name in updated if aux[name]._version)
         for name in program.updated:
@@ -345,11 +340,11 @@ class Stack:
             place.copy_(torch.where(active.view(-1, *[1] * (place.ndim - 1)), aux[name], place))
         self.cursor.add_(batch)
 
-    def _descend(self, active: Tensor) -> None:
+    def _descend(self, active: Tensor, direct: Tensor | None) -> None:
         options, nets, trainable = self.training, self.nets, self.packed.trainable
         self.count.add_(active)
         factors = self.factors.index_select(0, self.count.clamp(max=STEPS - 1))
-        given = nets.values, nets.gradient, self.means, self.squares, nets.low, factors, nets.active, trainable
+        given = nets.values, nets.gradient, direct, self.means, self.squares, nets.low, factors, nets.active, trainable
         if self.device.type == "cuda":
             stacked_kernels.adam(*given, options.weight_decay)
         else:
@@ -371,13 +366,14 @@ class _Teacher(nn.Module):
 
 
 def _adam(
-    values: Tensor, gradient: Tensor, means: Tensor, squares: Tensor, low: Tensor, factors: Tensor, active: Tensor,
-    trainable: int, decay: float,
+    values: Tensor, gradient: Tensor, direct: Tensor | None, means: Tensor, squares: Tensor, low: Tensor,
+    factors: Tensor, active: Tensor, trainable: int, decay: float,
 ) -> None:  # fmt: skip
     for k in torch.nonzero(active).flatten().tolist():
         w, g, m, v = (matrix[k, :trainable] for matrix in (values, gradient, means, squares))
         rate, correction = factors[k]
         g = g.float() + decay * w
+        g = g if direct is None else g + direct[k, :trainable]
         m.mul_(0.9).add_(g, alpha=1 - 0.9)
         v.mul_(0.999).addcmul_(g, g, value=1 - 0.999)
         w.sub_(rate * m / (v.sqrt() * correction + 1e-8))

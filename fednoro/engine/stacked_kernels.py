@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SLOTS = 24  # networks at most
 FEW_CHANNELS = 4  # maps of so many channels, and fewer, have this many in memory; a row of a window is one product
 ENOUGH = 1024  # blocks that keep a GPU busy
 LEAST = 512  # pixels of a block's share of a sum
@@ -47,7 +48,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: int) -> N
         _collected.append((kernel, args, options))
 
 
-def compile_ahead(work: Callable[[], object]) -> None:
+def compile_ahead(device: torch.device, work: Callable[[], object]) -> None:
     """Compiles the kernels that `work` calls, several at a time; they are not run, so that its results mean nothing."""
     global _collected
     _collected = []
@@ -56,7 +57,7 @@ def compile_ahead(work: Callable[[], object]) -> None:
         calls = {_signature(*call): call for call in _collected}
     finally:
         _collected = None
-    with ThreadPoolExecutor(max_workers=COMPILERS) as pool:
+    with ThreadPoolExecutor(COMPILERS, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         for done in [pool.submit(k.warmup, *args, grid=(1,), **options) for k, args, options in calls.values()]:
             done.result()
 
@@ -75,7 +76,7 @@ def _signature(kernel: Any, args: Sequence[Any], options: Mapping[str, int]) -> 
 
 
 def padded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Maps as the kernels read them: in the type of the weights, and a multiple of 16 channels or `FEW_CHANNELS`."""
+    """Maps as the kernels read them: in the type of the weights, and with `FEW_CHANNELS` or many more."""
     if x.shape[4] > FEW_CHANNELS:
         return x.to(dtype)
     wide = torch.zeros((*x.shape[:4], FEW_CHANNELS), dtype=dtype, device=x.device)
@@ -113,7 +114,8 @@ def convolve_weights(x: Tensor, dy: Tensor, dw: Tensor, active: Tensor, stride: 
     pixels, few = batch * dy.shape[2] * dy.shape[3], FEW_CHANNELS if inputs <= FEW_CHANNELS else 0
     tile = (64, _power_of_two(kw * few), 64) if few else (64 if outputs < 128 else 128, 64, 64)
     tiles, columns = outputs // tile[0], kh if few else kh * kw * (inputs // tile[1])
-    parts = max(1, min(pixels // LEAST, -(-ENOUGH // (tiles * columns * slots)))) if few else 1
+    # By rule, not by how many there are: the order of a sum shows in its last bits.
+    parts = max(1, min(pixels // LEAST, -(-ENOUGH // (tiles * columns * SLOTS)))) if few else 1
     share = -(-pixels // parts // tile[2]) * tile[2]
     parts = -(-pixels // share)
     out = dw if parts == 1 else torch.empty((slots, parts, *dw.shape[1:]), device=dw.device)
@@ -296,15 +298,18 @@ def unpool(dy: Tensor, taps: Tensor, dx: Tensor, active: Tensor) -> None:
 
 
 def adam(
-    values: Tensor, gradient: Tensor, means: Tensor, squares: Tensor, low: Tensor, factors: Tensor, active: Tensor,
-    trainable: int, decay: float,
+    values: Tensor, gradient: Tensor, direct: Tensor | None, means: Tensor, squares: Tensor, low: Tensor,
+    factors: Tensor, active: Tensor, trainable: int, decay: float,
 ) -> None:  # fmt: skip
-    """One update of the first `trainable` entries of each row; `factors` are each row's rate and its correction."""
+    """One update of the first `trainable` entries of each row by `gradient`, plus `direct` if there is one.
+
+    `factors` are each row's rate and its correction.
+    """
     whole = trainable // 16 * 16  # what is known to be a multiple of 16 is read in large pieces
     for first, last in ((0, whole), (whole, trainable)):
         if first < last:
             _launch(
-        _layers().adam, (-(-(last - first) // ENTRIES), len(values)),
-                values, gradient, means, squares, low, factors, active, values.stride(0), first, last, decay, ENTRIES,
-                num_warps=4,
+                _layers().adam, (-(-(last - first) // ENTRIES), len(values)),
+                values, gradient, values if direct is None else direct, means, squares, low, factors, active,
+                values.stride(0), first, last, decay, direct is not None, ENTRIES, num_warps=4,
             )  # fmt: skip

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from fednoro.engine.stacked_kernels import COLUMNS
 from fednoro.engine.stacked_ops import Convolve, Kernel, Norm, Normalise, Place, Pool
 from fednoro.models import Packed
-from fednoro.models.networks import BasicBlock, Bottleneck, ResNet
+from fednoro.models.networks import BasicBlock, Bottleneck, Convolution, ResNet
 
 ALIGNED = 64  # entries: rows begin where the GPU reads fastest
 
@@ -23,9 +23,30 @@ def stackable(net: nn.Module, device: torch.device) -> bool:
     kind: Any = type(net)
     if not isinstance(net, ResNet) or (kind.forward, kind.features) != (ResNet.forward, ResNet.features):
         return False
-    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
-    whole = device.type != "cuda" or all(n.num_features % COLUMNS == 0 for n in norms)
-    return whole and all(p.requires_grad for p in net.parameters()) and all(n.momentum is not None for n in norms)
+    if not all(p.requires_grad for p in net.parameters()) or type(net.fc) is not nn.Linear or net.fc.bias is None:
+        return False
+    pool: Any = net.maxpool
+    if type(pool) is not nn.MaxPool2d or (pool.kernel_size, pool.stride, pool.padding, pool.ceil_mode) != (3, 2, 1, 0):
+        return False
+    layers = [net.layer1, net.layer2, net.layer3, net.layer4]
+    blocks = [block for layer in layers for block in layer.children()]
+    known = type(net.bn1), type(net.conv1), *map(type, layers), *map(type, blocks)
+    if not set(known) <= {nn.BatchNorm2d, Convolution, nn.Conv2d, nn.Sequential, BasicBlock, Bottleneck}:
+        return False
+    return all(_usual(module, device) for module in net.modules())
+
+
+def _usual(module: nn.Module, device: torch.device) -> bool:
+    """Whether a layer does no more than the stacked one; on a GPU its channels come in the kernels' units as well."""
+    if isinstance(module, nn.BatchNorm2d):
+        width = module.num_features
+        whole = device.type != "cuda" or width == COLUMNS or width % (2 * COLUMNS) == 0
+        return whole and module.affine and module.track_running_stats and module.momentum is not None
+    if isinstance(module, nn.Conv2d):
+        square = all(len(set(pair)) == 1 for pair in (module.kernel_size, module.stride, module.padding))
+        plain = (module.groups, module.dilation, module.padding_mode, module.bias) == (1, (1, 1), "zeros", None)
+        return square and plain and type(module) in (nn.Conv2d, Convolution)
+    return True
 
 
 class StackedNet:
@@ -37,6 +58,7 @@ class StackedNet:
         self.values = torch.zeros((slots, width), device=device)
         self.low = self.values if dtype == torch.float32 else torch.zeros_like(self.values, dtype=dtype)
         self.gradient = torch.zeros_like(self.low)  # as PyTorch's own layers of this type have them
+        self.direct: Tensor | None = None  # gradients of what a loss says of the weights themselves, in float32
         self.active = torch.zeros(slots, dtype=torch.int32, device=device)
         self.calls = 0
         tensors = zip(packed.tensors, *(self._views(m) for m in (self.values, self.low, self.gradient)), strict=True)
@@ -86,10 +108,6 @@ class StackedNet:
         self.values[:, : len(values)].copy_(values)
         if self.low is not self.values:
             self.low.copy_(self.values)
-
-    def running(self, name: str) -> Tensor:
-        """One of the tensors by its name, in all networks, S×…"""
-        return self._views(self.values)[self.packed.names.index(name)]
 
     # Forward, on maps of all networks
 
@@ -143,19 +161,26 @@ class StackedNet:
 
     # Backward
 
-    def collect(self, loss: Tensor) -> None:
-        """Puts the gradients of `loss` into `gradient`."""
+    def collect(self, loss: Tensor) -> Tensor | None:
+        """Puts the gradients of `loss` into `gradient`, and what has to be added to them is returned."""
         for place in self.places.values():
             place.taken = False
         wanted = [*self.handles.values(), *self.leaves.values()]
         found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        for place, used, seen in zip(self.places.values(), found, found[len(self.places) :], strict=False):
-            if used is None:
+        used, seen = found[: len(self.places)], found[len(self.places) :]
+        for place, gradient in zip(self.places.values(), used, strict=True):
+            if gradient is None:
                 place.tensor.zero_()
-            elif used.data_ptr() != place.tensor.data_ptr():
-                place.tensor.copy_(used)
-            if seen is not None:
-                place.tensor.add_(seen)
+            elif gradient.data_ptr() != place.tensor.data_ptr():
+                place.tensor.copy_(gradient)
+        if all(gradient is None for gradient in seen):
+            return None
+        if self.direct is None:
+            self.direct = torch.zeros_like(self.values)
+        views = dict(zip(self.packed.names, self._views(self.direct), strict=True))
+        for name, gradient in zip(self.leaves, seen, strict=True):
+            views[name].zero_() if gradient is None else views[name].copy_(gradient)
+        return self.direct
 
 
 class Lift(Function):

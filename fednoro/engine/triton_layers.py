@@ -212,7 +212,8 @@ def unpool(dy, taps, dx, active, B, H, W, H_OUT, W_OUT, C, BR: tl.constexpr, BC:
 
 @triton.jit
 def adam(
-    values, gradient, means, squares, low, factors, active, stride, first, last, decay, BLOCK: tl.constexpr,
+    values, gradient, direct, means, squares, low, factors, active, stride, first, last, decay,
+    DIRECT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(1).to(tl.int64)
     if tl.load(active + s) == 0:
@@ -223,6 +224,8 @@ def adam(
     rate, correction = tl.load(factors + 2 * s), tl.load(factors + 2 * s + 1)
     w = tl.load(values + place, mask=there, other=0.0)
     g = tl.load(gradient + place, mask=there, other=0.0).to(tl.float32) + decay * w
+    if DIRECT:
+        g += tl.load(direct + place, mask=there, other=0.0)
     m = tl.load(means + place, mask=there, other=0.0)
     v = tl.load(squares + place, mask=there, other=0.0)
     m = 0.9 * m + (1 - 0.9) * g

@@ -19,6 +19,7 @@ class Turns:
         self.result: Any = None
         self.error: BaseException | None = None
         self.done = False
+        self._cancelled = False
         self._answer: Any = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
@@ -27,7 +28,8 @@ class Turns:
     def _run(self, work: Callable[[], Any]) -> None:
         self._go.acquire()
         try:
-            self.result = work()
+            if not self._cancelled:
+                self.result = work()
         except BaseException as error:  # whatever it is, the thread that waits must hear of it
             self.error = error
         self.done = True
@@ -41,11 +43,19 @@ class Turns:
         if self.done:
             self._thread.join()
 
+    def cancel(self) -> None:
+        """Ends the work: from now on nothing that it asks for is answered."""
+        self._cancelled = True
+        self._go.release()
+
     def ask(self, request: Any) -> Any:
         """Called by the work: waits for the answer. An exception as an answer is raised here."""
-        self.request = request
-        self._paused.release()
-        self._go.acquire()
+        if not self._cancelled:
+            self.request = request
+            self._paused.release()
+            self._go.acquire()
+        if self._cancelled:
+            raise UnansweredError
         if isinstance(self._answer, BaseException):
             raise self._answer
         return self._answer
@@ -53,14 +63,14 @@ class Turns:
 
 def meet(everybody: Sequence[Turns], answer: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
     """Runs all work to its end; `answer` gets the requests of all who wait at a time."""
-    for turns in everybody:
-        turns.go_on()
-    while waiting := [turns for turns in everybody if not turns.done]:
-        try:
+    try:
+        for turns in everybody:
+            turns.go_on()
+        while waiting := [turns for turns in everybody if not turns.done]:
             answers = answer([turns.request for turns in waiting])
-        except BaseException:
-            for turns in waiting:
-                turns.go_on(UnansweredError())
-            raise
-        for turns, said in zip(waiting, answers, strict=True):
-            turns.go_on(said)
+            for turns, said in zip(waiting, answers, strict=True):
+                turns.go_on(said)
+    except BaseException:  # Ctrl-C among them
+        for turns in everybody:
+            turns.cancel()
+        raise

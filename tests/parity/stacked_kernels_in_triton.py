@@ -30,10 +30,12 @@ def first(maps: Tensor) -> Tensor:
     return maps.movedim(-1, -3)
 
 
-def check_convolution(active: Tensor, batch: int, side: int, inputs: int, outputs: int, k: int, stride: int) -> None:
+def check_convolution(
+    active: Tensor, dtype: torch.dtype, batch: int, side: int, inputs: int, outputs: int, k: int, stride: int
+) -> None:
     pad, out = k // 2, (side + 2 * (k // 2) - k) // stride + 1
-    x, w = random(SLOTS, batch, side, side, inputs), 0.1 * random(SLOTS, outputs, k, k, inputs)
-    y, dy = random(SLOTS, batch, out, out, outputs), random(SLOTS, batch, out, out, outputs)
+    x, w = random(SLOTS, batch, side, side, inputs).to(dtype), 0.1 * random(SLOTS, outputs, k, k, inputs).to(dtype)
+    y, dy = (random(SLOTS, batch, out, out, outputs).to(dtype) for _ in range(2))
     dx, dw = torch.zeros_like(x), torch.zeros_like(w)
     maps = stacked_kernels.padded(x, w.dtype)
     stacked_kernels.convolve(maps, w, y, active, stride, pad)
@@ -47,7 +49,7 @@ def check_convolution(active: Tensor, batch: int, side: int, inputs: int, output
         da, db = torch.autograd.grad(c, [a, b], first(dy[s]).double())
         for place, value in zip(expected, (c.detach(), da, db), strict=True):
             place[s] = value.movedim(-3, -1)
-    off = 1e-5 if EXACT else 1e-2
+    off = 1e-5 if EXACT else 1e-2 if dtype == torch.float32 else 2e-2
     close(y, expected[0], off)
     close(dw, expected[2], off)
     if inputs > stacked_kernels.FEW_CHANNELS:
@@ -90,14 +92,16 @@ def check_pool(active: Tensor, height: int, width: int) -> None:
     close(dx, gradient.movedim(1, -1).reshape(x.shape), 1e-5)
 
 
-def check_adam(active: Tensor) -> None:
-    values, gradient, means, squares = (random(SLOTS, 5008) for _ in range(4))
+def check_adam(active: Tensor, add: bool) -> None:
+    values, gradient, direct, means, squares = (random(SLOTS, 5008) for _ in range(5))
     squares.abs_()
     low, factors, trainable = torch.zeros_like(values), random(SLOTS, 2).abs(), 4500
     before = [t.clone() for t in (values, means, squares)]
-    stacked_kernels.adam(values, gradient, means, squares, low, factors, active, trainable, 5e-4)
+    stacked_kernels.adam(
+        values, gradient, direct if add else None, means, squares, low, factors, active, trainable, 5e-4
+    )
     w, m, v = (t.double() for t in before)
-    g = gradient.double() + 5e-4 * w
+    g = gradient.double() + 5e-4 * w + (direct.double() if add else 0)
     m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
     w = w - factors[:, :1] * m / (v.sqrt() * factors[:, 1:] + 1e-8)
     for found, expected, old in zip((values, means, squares), (w, m, v), before, strict=True):
@@ -113,13 +117,15 @@ def main() -> None:
         (2, 8, 64, 64, 3, 1), (2, 8, 64, 128, 3, 2), (3, 8, 64, 128, 1, 2), (2, 10, 3, 64, 7, 2), (4, 32, 3, 64, 7, 2),
         (4, 2, 512, 512, 3, 1), (4, 6, 128, 128, 3, 1), (8, 6, 128, 256, 3, 1),
     ]  # fmt: skip
-    for shape in shapes:
-        check_convolution(active, *shape)
+    for dtype in [torch.float32] if EXACT else [torch.float32, torch.bfloat16]:  # the interpreter has no bfloat16
+        for shape in shapes:
+            check_convolution(active, dtype, *shape)
     for side, relu, add in itertools.product((3, 6, 9), (True, False), (True, False)):
         check_norm(active, side, relu, add)
     for height, width in ((8, 8), (7, 9)):
         check_pool(active, height, width)
-    check_adam(active)
+    for add in (True, False):
+        check_adam(active, add)
 
 
 if __name__ == "__main__":

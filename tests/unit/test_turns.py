@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -56,4 +58,34 @@ def test_an_error_of_the_one_who_answers_ends_all_work_and_is_raised() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         meet(everybody, answer)
-    assert all(turns.done and isinstance(turns.error, UnansweredError) for turns in everybody)
+    for turns in everybody:
+        turns._thread.join(10)
+        assert turns.done and isinstance(turns.error, UnansweredError)
+
+
+def test_an_interruption_while_work_runs_leaves_no_thread_behind() -> None:
+    """Ctrl-C reaches whoever waits for the work; it may be anywhere, and may not give up at once."""
+    started, go = threading.Event(), threading.Event()
+
+    def stubborn() -> None:
+        started.set()
+        go.wait(10)
+        for _ in range(2):
+            with contextlib.suppress(UnansweredError):
+                turns.ask(1)
+
+    turns = Turns(stubborn)
+    others = [adding([1], [], "a"), adding([], [], "b")]
+
+    def interrupted(answer: object = None) -> None:
+        turns._go.release()
+        started.wait(10)
+        raise KeyboardInterrupt
+
+    turns.go_on = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        meet([others[0], turns, others[1]], lambda requests: list(requests))
+    go.set()
+    for one in (turns, *others):
+        one._thread.join(10)
+        assert not one._thread.is_alive()
