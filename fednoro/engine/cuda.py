@@ -146,7 +146,8 @@ class CudaEngine(EagerEngine):
         if not self._stacking:
             return windows(clients, self.net.values.nbytes, self._room(), 2 * len(self.lanes))
         most = STACKS * self._slots()  # by rule: who is trained with whom shows in the last bits
-        return windows(clients, 1, 0, -(-len(clients) // max(1, -(-len(clients) // most))))
+        count = max(1, -(-len(clients) // most))
+        return windows(clients, 1, 0, max(1, -(-len(clients) // count)))
 
     def _room(self) -> int:
         """Bytes of models that may wait to be folded."""

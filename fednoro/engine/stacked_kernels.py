@@ -57,7 +57,8 @@ def compile_ahead(device: torch.device, work: Callable[[], object]) -> None:
         calls = {_signature(*call): call for call in _collected}
     finally:
         _collected = None
-    with ThreadPoolExecutor(COMPILERS, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+    number = torch.cuda.current_device() if device.index is None else device.index
+    with ThreadPoolExecutor(COMPILERS, initializer=torch.cuda.set_device, initargs=(number,)) as pool:
         for done in [pool.submit(k.warmup, *args, grid=(1,), **options) for k, args, options in calls.values()]:
             done.result()
 

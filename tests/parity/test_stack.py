@@ -379,3 +379,11 @@ def test_stacks_on_a_gpu_are_as_close_to_eager_as_lanes_are_and_give_the_same_bi
         assert off <= 2 * usual + 1e-3 * float(expected.weights.values.norm())
     again = pairs(CudaEngine(*lab.given(cuda), precision="bf16", stacked=True), method, cuda, lab)
     assert all(identical(a, b) for (_, _, a), (_, _, b) in zip(once, again, strict=True))
+
+
+def test_windows_are_equal_parts_and_nobody_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednoro.engine.cuda.SLOTS", 2)
+    lab = engine()
+    assert list(lab._windows([])) == []
+    assert list(lab._windows([0, 1, 2, 3])) == [[0, 1, 2, 3]]
+    assert list(lab._windows([0, 1, 2, 3, 4])) == [[0, 1, 2], [3, 4]]
