@@ -86,7 +86,7 @@ def padded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def convolve(x: Tensor, w: Tensor, y: Tensor, active: Tensor, stride: int, pad: int) -> None:
-    """Y = x ∗ w, for maps that are `padded`."""
+    """x ∗ w into `y`, for maps that are `padded`."""
     (slots, batch, height, width, _), (_, outputs, kh, kw, inputs) = x.shape, w.shape
     pixels, few = batch * y.shape[2] * y.shape[3], FEW_CHANNELS if inputs <= FEW_CHANNELS else 0
     tile, warps = ((128, 64, _power_of_two(kw * few)), 4) if few else _tile(pixels, outputs, inputs, w)
@@ -147,64 +147,27 @@ def normalise(
     y: Tensor, gamma: Tensor, beta: Tensor, shortcut: Tensor | None, z: Tensor, saved: Tensor, mean: Tensor,
     var: Tensor, active: Tensor, eps: float, momentum: float, relu: bool,
 ) -> None:  # fmt: skip
-    """Z = relu(norm(y) + shortcut) by each map's own statistics, which go to `saved` and into the running ones."""
+    """relu(norm(y) + shortcut) into `z`, by each map's own statistics, which go to `saved` and into the running ones."""
     (slots, *_, channels), (pixels, rows) = y.shape, _chunks(y)
-    given = (
-        gamma,
-        beta,
-        y if shortcut is None else shortcut,
-        z,
-        saved,
-        mean,
-        var,
-        active,
-        gamma.stride(0),
-        mean.stride(0),
-    )
+    strides = gamma.stride(0), mean.stride(0)
+    given = gamma, beta, y if shortcut is None else shortcut, z, saved, mean, var, active, *strides
     flags = int(relu), int(shortcut is not None), eps, momentum, channels
     block = _block(pixels)
     if block:
         _launch(
-            _layers().normalise_small,
-            (channels // NARROW, slots),
-            y,
-            *given,
-            pixels,
-            *flags,
-            block,
-            NARROW,
+            _layers().normalise_small, (channels // NARROW, slots), y, *given, pixels, *flags, block, NARROW,
             num_warps=4,
-        )
+        )  # fmt: skip
         return
     parts, columns = y.new_empty((slots, CHUNKS, 2, channels), dtype=saved.dtype), channels // COLUMNS
     _launch(
-        _layers().moments,
-        (-(-pixels // rows), columns, slots),
-        y,
-        parts,
-        active,
-        pixels,
-        rows,
-        channels,
-        CHUNKS,
-        ROWS,
-        COLUMNS,
-        num_warps=4,
-    )
+        _layers().moments, (-(-pixels // rows), columns, slots), y, parts, active, pixels, rows, channels, CHUNKS,
+        ROWS, COLUMNS, num_warps=4,
+    )  # fmt: skip
     _launch(
-        _layers().normalise,
-        (-(-pixels // ROWS), columns, slots),
-        y,
-        parts,
-        *given,
-        pixels,
-        rows,
-        *flags,
-        CHUNKS,
-        ROWS,
-        COLUMNS,
-        num_warps=4,
-    )
+        _layers().normalise, (-(-pixels // ROWS), columns, slots), y, parts, *given, pixels, rows, *flags, CHUNKS,
+        ROWS, COLUMNS, num_warps=4,
+    )  # fmt: skip
 
 
 def normalise_back(
@@ -217,23 +180,9 @@ def normalise_back(
     if not block:
         parts = y.new_empty((slots, CHUNKS, 2, channels), dtype=saved.dtype)
         _launch(
-            _layers().sums,
-            (-(-pixels // rows), channels // COLUMNS, slots),
-            dz,
-            z,
-            y,
-            saved,
-            parts,
-            active,
-            pixels,
-            rows,
-            int(relu),
-            channels,
-            CHUNKS,
-            ROWS,
-            COLUMNS,
-            num_warps=4,
-        )
+            _layers().sums, (-(-pixels // rows), channels // COLUMNS, slots), dz, z, y, saved, parts, active, pixels,
+            rows, int(relu), channels, CHUNKS, ROWS, COLUMNS, num_warps=4,
+        )  # fmt: skip
     width = NARROW if block else COLUMNS
     _launch(
         _layers().denormalise, (-(-pixels // (block or ROWS)), channels // width, slots),
@@ -258,44 +207,18 @@ def pool(x: Tensor, y: Tensor, taps: Tensor, active: Tensor) -> None:
     """The largest of 3×3 pixels, every other row and column, with a border; `taps` says which of the nine it was."""
     (slots, batch, height, width, channels), (_, _, rows, columns, _) = x.shape, y.shape
     _launch(
-        _layers().pool,
-        (-(-batch * rows * columns // ROWS), channels // COLUMNS, slots),
-        x,
-        y,
-        taps,
-        active,
-        batch,
-        height,
-        width,
-        rows,
-        columns,
-        channels,
-        ROWS,
-        COLUMNS,
-        num_warps=4,
-    )
+        _layers().pool, (-(-batch * rows * columns // ROWS), channels // COLUMNS, slots), x, y, taps, active, batch,
+        height, width, rows, columns, channels, ROWS, COLUMNS, num_warps=4,
+    )  # fmt: skip
 
 
 def unpool(dy: Tensor, taps: Tensor, dx: Tensor, active: Tensor) -> None:
     """The gradient of `pool`."""
     (slots, batch, height, width, channels), (_, _, rows, columns, _) = dx.shape, dy.shape
     _launch(
-        _layers().unpool,
-        (-(-batch * height * width // ROWS), channels // COLUMNS, slots),
-        dy,
-        taps,
-        dx,
-        active,
-        batch,
-        height,
-        width,
-        rows,
-        columns,
-        channels,
-        ROWS,
-        COLUMNS,
-        num_warps=4,
-    )
+        _layers().unpool, (-(-batch * height * width // ROWS), channels // COLUMNS, slots), dy, taps, dx, active,
+        batch, height, width, rows, columns, channels, ROWS, COLUMNS, num_warps=4,
+    )  # fmt: skip
 
 
 def adam(
