@@ -86,7 +86,7 @@ def padded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def convolve(x: Tensor, w: Tensor, y: Tensor, active: Tensor, stride: int, pad: int) -> None:
-    """x ∗ w into `y`, for maps that are `padded`."""
+    """Puts x ∗ w into `y`, for maps that are `padded`."""
     (slots, batch, height, width, _), (_, outputs, kh, kw, inputs) = x.shape, w.shape
     pixels, few = batch * y.shape[2] * y.shape[3], FEW_CHANNELS if inputs <= FEW_CHANNELS else 0
     tile, warps = ((128, 64, _power_of_two(kw * few)), 4) if few else _tile(pixels, outputs, inputs, w)
@@ -147,7 +147,7 @@ def normalise(
     y: Tensor, gamma: Tensor, beta: Tensor, shortcut: Tensor | None, z: Tensor, saved: Tensor, mean: Tensor,
     var: Tensor, active: Tensor, eps: float, momentum: float, relu: bool,
 ) -> None:  # fmt: skip
-    """relu(norm(y) + shortcut) into `z`, by each map's own statistics, which go to `saved` and into the running ones."""
+    """Puts relu(norm(y) + shortcut) into `z`; the maps' own statistics go to `saved` and into the running ones."""
     (slots, *_, channels), (pixels, rows) = y.shape, _chunks(y)
     strides = gamma.stride(0), mean.stride(0)
     given = gamma, beta, y if shortcut is None else shortcut, z, saved, mean, var, active, *strides
