@@ -188,7 +188,7 @@ class Lift(Function):
 
     @staticmethod
     def forward(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        raise NotImplementedError("a stack's loss runs inside torch.vmap")
+        raise RuntimeError("a stack's loss runs inside torch.vmap")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
