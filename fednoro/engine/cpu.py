@@ -149,7 +149,11 @@ class CpuEngine(EagerEngine):
 
 def windows(clients: Sequence[int], model: int, held: int, least: int) -> Iterator[Sequence[int]]:
     """Cuts clients into runs of which all models (of so many bytes each) may be held at once."""
-    size = max(least, held // max(model, 1))
+    return cut(clients, max(least, held // max(model, 1)))
+
+
+def cut(clients: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Cuts clients into runs of this size."""
     for start in range(0, len(clients), size):
         yield clients[start : start + size]
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fednoro.clients import Client
 from fednoro.data.dataset import Dataset
-from fednoro.engine.cpu import windows
+from fednoro.engine.cpu import cut, windows
 from fednoro.engine.eager import EagerEngine, EagerSite, failure
 from fednoro.engine.graphs import CudaLane
 from fednoro.engine.images import Images
@@ -36,7 +36,7 @@ from fednoro.engine.request import Request
 from fednoro.engine.stack import PREPARED, Stack
 from fednoro.engine.stacked_kernels import SLOTS
 from fednoro.engine.stacked_net import stackable
-from fednoro.engine.streams import after, current, synchronize
+from fednoro.engine.streams import after, current, event, synchronize
 from fednoro.engine.turns import Turns, meet
 from fednoro.methods import Method
 from fednoro.training import Training
@@ -145,9 +145,8 @@ class CudaEngine(EagerEngine):
         """Clients who are asked at a time."""
         if not self._stacking:
             return windows(clients, self.net.values.nbytes, self._room(), 2 * len(self.lanes))
-        most = STACKS * self._slots()  # by rule: who is trained with whom shows in the last bits
-        count = max(1, -(-len(clients) // most))
-        return windows(clients, 1, 0, max(1, -(-len(clients) // count)))
+        # By rule: who is trained with whom shows in the last bits.
+        return cut(clients, _equal_parts(len(clients), STACKS * self._slots()))
 
     def _room(self) -> int:
         """Bytes of models that may wait to be folded."""
@@ -155,12 +154,12 @@ class CudaEngine(EagerEngine):
 
     def _together(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """Queues the work of all clients; the events say when each one's answer is there."""
+        for lane in self.lanes:
+            after(lane.stream, current(self.device))
         answers = self._by_turns(method, tasks) if self._stacking and len(tasks) > 1 and self._eager is None else {}
         # The largest first, each to the lane with the least to do.
         queue = sorted(tasks.keys() - answers.keys(), key=lambda k: (-len(self.clients[k].index), k))
         queued = [0] * len(self.lanes)
-        for lane in self.lanes:
-            after(lane.stream, current(self.device))
         while queue:
             k = queue[0]
             if self._eager is not None:
@@ -181,15 +180,13 @@ class CudaEngine(EagerEngine):
                 continue
             except Exception as error:
                 item = failure(k, error)
-            answers[k] = item, None if lane.stream is None else lane.stream.record_event()
+            answers[k] = item, event(lane.stream)
             queue.pop(0)
             queued[number] += len(self.clients[k].index) + self.training.batch
         return answers
 
     def _by_turns(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """The work of all clients, which meet wherever they are to be trained; who could not be served is left out."""
-        for lane in self.lanes:
-            after(lane.stream, current(self.device))
         turns: dict[int, Turns] = {}
         lanes = dict(zip(tasks, itertools.cycle(self.lanes), strict=False))
 
@@ -207,7 +204,7 @@ class CudaEngine(EagerEngine):
             if turn.error is not None and not isinstance(turn.error, Exception):
                 raise turn.error
             item = turn.result if turn.error is None else failure(k, turn.error)
-            answers[k] = item, None if lanes[k].stream is None else lanes[k].stream.record_event()
+            answers[k] = item, event(lanes[k].stream)
         return answers
 
     def _train(self, requests: Sequence[Request]) -> list[Any]:
@@ -263,8 +260,7 @@ class CudaEngine(EagerEngine):
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory // 3 - STACKS * PREPARED
             held = max(2, min(SLOTS, memory // (STACKS * STACKED_COPIES * self.net.values.nbytes)))
-        count = max(2, len(self.clients))
-        return -(-count // -(-count // held))
+        return _equal_parts(max(2, len(self.clients)), held)
 
     def _train_alone(self, request: Request) -> Any:
         try:
@@ -308,6 +304,11 @@ class CudaEngine(EagerEngine):
         if self._eager is not None:
             return self._eager.logits(weights, index)
         return super().logits(weights, index)
+
+
+def _equal_parts(count: int, most: int) -> int:
+    """The size of parts of `count`, as few and as equal as can be with `most` in each."""
+    return max(1, -(-count // max(1, -(-count // most))))
 
 
 @dataclass

@@ -19,17 +19,16 @@ from fednoro.engine.half import Half, HalfAdam
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.lane import Adam, Lane, blocks, normalise_by_running_statistics, room
 from fednoro.engine.programs import (
-    PROGRAMS,
     Halfway,
     Inputs,
     Precision,
     Program,
+    Programs,
     Rehearsal,
     UnsuitableError,
     autocast,
     captured,
-    kind_of_step,
-)  # fmt: skip
+)
 from fednoro.engine.streams import stream, synchronize
 from fednoro.models import Packed
 from fednoro.training import Training
@@ -77,11 +76,11 @@ class CudaLane(Lane):
             self.forward = self.trained.compiled() if half else torch.compile(self.trained, dynamic=False)
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.programs: dict[Any, Program] = {}
         self.rehearsed: dict[Any, Rehearsal] = {} if like is None else like.rehearsed
         channels, height, width = shape
         layout = (height, width, channels) if self.channels_last else shape
         self.block = room(channels * height * width, training.batch)
+        self.programs = Programs(device, self.block)
         self.x = torch.zeros((self.block, *layout), device=device)
         self.y = torch.zeros(self.block, dtype=torch.int64, device=device)
         self.index = torch.zeros(self.block, dtype=torch.int64, device=device)
@@ -109,23 +108,7 @@ class CudaLane(Lane):
 
     def program(self, loss: Callable[[Step], Tensor], data: Inputs, draws: int) -> Program:
         """The program of this kind of step, with room for its inputs."""
-        aux, rows = data.aux, data.rows
-        key = kind_of_step(loss, aux, rows, draws)
-        if key not in self.programs:
-            while len(self.programs) >= PROGRAMS:
-                synchronize(self.device)  # the oldest one's graphs may be running
-                del self.programs[next(iter(self.programs))]
-            self.programs[key] = Program(
-                key,
-                loss,
-                {name: torch.empty_like(value, device=self.device) for name, value in aux.items()},
-                {
-                    name: torch.zeros((self.block, *value.shape[1:]), dtype=value.dtype, device=self.device)
-                    for name, value in rows.items()
-                },
-                torch.zeros((self.block, draws), device=self.device),
-            )
-        return self.programs[key]
+        return self.programs.find(loss, data.aux, data.rows, draws)
 
     # What runs
 
@@ -139,9 +122,7 @@ class CudaLane(Lane):
             self._prepare(program, images, data, first, last)
             for size in sizes:
                 program.graphs[size].replay()
-        for name, place in program.aux.items():
-            data.aux[name].copy_(place)  # what the loss updated from batch to batch
-        return self.total.clone()
+        return self._end(program, data)
 
     def go_on(self, program: Program, images: Images, weights: Weights, data: Inputs, halfway: Halfway) -> Tensor:
         """The batch after `halfway` for a client that was trained elsewhere until then; returns its loss."""
@@ -155,6 +136,10 @@ class CudaLane(Lane):
             self.trained.refresh()
         self._prepare(program, images, data, first, last)
         program.graphs[last - first].replay()
+        return self._end(program, data)
+
+    def _end(self, program: Program, data: Inputs) -> Tensor:
+        """Hands back what the loss updated from batch to batch, and the sum of the losses."""
         for name, place in program.aux.items():
             data.aux[name].copy_(place)
         return self.total.clone()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fednoro.engine.streams import synchronize
 from fednoro.types import Step
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -47,6 +48,34 @@ class Program:
     updated: frozenset[str] | None = None  # those of `aux` that the loss changes, once that is known
     graphs: dict[int, Any] = field(default_factory=dict)
     passes: dict[int, list[int]] = field(default_factory=dict)  # by batch size: how often each norm sees a batch
+
+
+class Programs(dict[Any, Program]):
+    """The kinds of step that are kept, each with room for so many images; in a stack, for several clients' `aux`."""
+
+    def __init__(self, device: torch.device, room: int, *slots: int) -> None:
+        super().__init__()
+        self.device, self.room, self.slots = device, room, slots
+
+    def find(
+        self, loss: Callable[[Step], Tensor], aux: Mapping[str, Tensor], rows: Mapping[str, Tensor], draws: int
+    ) -> Program:
+        """The program of this kind of step, made if need be."""
+        key = kind_of_step(loss, aux, rows, draws)
+        if key not in self:
+            while len(self) >= PROGRAMS:
+                synchronize(self.device)  # the oldest one's graphs may be running
+                del self[next(iter(self))]
+
+            def places(given: Mapping[str, Tensor], *shape: int, of: int = 0) -> dict[str, Tensor]:
+                return {
+                    name: torch.zeros((*shape, *value.shape[of:]), dtype=value.dtype, device=self.device)
+                    for name, value in given.items()
+                }
+
+            u = torch.zeros((self.room, draws), device=self.device)
+            self[key] = Program(key, loss, places(aux, *self.slots), places(rows, self.room, of=1), u)
+        return self[key]
 
 
 @dataclass(frozen=True)

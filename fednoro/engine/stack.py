@@ -24,17 +24,17 @@ from fednoro.engine.half import Half
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.programs import (
     EVALUATION_PIXELS,
-    PROGRAMS,
     Halfway,
     Inputs,
     Program,
+    Programs,
     UnsuitableError,
     autocast,
     captured,
-    kind_of_step,
 )
 from fednoro.engine.request import Request
 from fednoro.engine.stacked_net import Lift, OneOfMany, StackedNet
+from fednoro.engine.stacked_ops import adam
 from fednoro.engine.streams import after, current, stream, synchronize
 from fednoro.models import Packed
 from fednoro.training import Training
@@ -129,7 +129,7 @@ class Stack:
         self.factors = torch.stack(factors, 1).float().to(device)  # of Adam, by its step
         channels, height, width = shape
         self.room = max(slots * batch, PREPARED // (4 * channels * height * width) // batch * batch)
-        self.anchored = max(batch, EVALUATION_PIXELS // (height * width))
+        self.at_once = max(batch, EVALUATION_PIXELS // (height * width))
         self.fused = device.type == "cuda"
         self.x = torch.zeros((self.room, height, width, channels), device=device)
         self.y = torch.zeros(self.room, dtype=torch.int64, device=device)
@@ -141,7 +141,7 @@ class Stack:
         self.total = torch.zeros(slots, device=device)
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.programs: dict[Any, Program] = {}
+        self.programs = Programs(device, self.room, slots)
         after(self.stream, current(device))
 
     # One exchange
@@ -153,7 +153,7 @@ class Stack:
         for request in asked:
             after(self.stream, request.lane.stream)
         with torch.cuda.stream(self.stream):
-            program = self._program(asked[0])
+            program = self.programs.find(asked[0].loss, asked[0].aux, asked[0].rows, asked[0].draws)
             self._rehearse(program, images, weights, asked)
             self._begin(program, weights, asked)
         finished: dict[int, list[Participant]] = {}
@@ -192,27 +192,6 @@ class Stack:
                     one.finish_epoch(images, epoch)
 
     # Where things are put
-
-    def _program(self, like: Request) -> Program:
-        key = kind_of_step(like.loss, like.aux, like.rows, like.draws)
-        if key not in self.programs:
-            while len(self.programs) >= PROGRAMS:
-                synchronize(self.device)
-                del self.programs[next(iter(self.programs))]
-            self.programs[key] = Program(
-                key,
-                like.loss,
-                {
-                    n: torch.zeros((self.slots, *v.shape), dtype=v.dtype, device=self.device)
-                    for n, v in like.aux.items()
-                },
-                {
-                    n: torch.zeros((self.room, *v.shape[1:]), dtype=v.dtype, device=self.device)
-                    for n, v in like.rows.items()
-                },
-                torch.zeros((self.room, like.draws), device=self.device),
-            )
-        return self.programs[key]
 
     def _begin(self, program: Program, weights: Weights, asked: Sequence[Request]) -> None:
         self.packed.load(weights, counters=False)
@@ -267,7 +246,7 @@ class Stack:
         self.cursor.zero_()
         if program.anchored is not None:
             with torch.no_grad(), autocast(self.device, self.precision):
-                both = (torch.split(flat[:n], self.anchored) for flat in (self.x, program.anchored))
+                both = (torch.split(flat[:n], self.at_once) for flat in (self.x, program.anchored))
                 for x, place in zip(*both, strict=True):
                     place.copy_(self.teacher(x.permute(0, 3, 1, 2)))
 
@@ -341,14 +320,11 @@ class Stack:
         self.cursor.add_(batch)
 
     def _descend(self, active: Tensor, direct: Tensor | None) -> None:
-        options, nets, trainable = self.training, self.nets, self.packed.trainable
+        nets, trainable, decay = self.nets, self.packed.trainable, self.training.weight_decay
         self.count.add_(active)
         factors = self.factors.index_select(0, self.count.clamp(max=STEPS - 1))
-        given = nets.values, nets.gradient, direct, self.means, self.squares, nets.low, factors, nets.active, trainable
-        if self.device.type == "cuda":
-            stacked_kernels.adam(*given, options.weight_decay)
-        else:
-            _adam(*given, options.weight_decay)
+        state = nets.values, nets.gradient, direct, self.means, self.squares, nets.low
+        adam(*state, factors, nets.active, trainable, decay)
 
 
 class _Teacher(nn.Module):
@@ -363,18 +339,3 @@ class _Teacher(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         yield from vars(self)["_net"].named_parameters(*args, **kwargs)
-
-
-def _adam(
-    values: Tensor, gradient: Tensor, direct: Tensor | None, means: Tensor, squares: Tensor, low: Tensor,
-    factors: Tensor, active: Tensor, trainable: int, decay: float,
-) -> None:  # fmt: skip
-    for k in torch.nonzero(active).flatten().tolist():
-        w, g, m, v = (matrix[k, :trainable] for matrix in (values, gradient, means, squares))
-        rate, correction = factors[k]
-        g = g.float() + decay * w
-        g = g if direct is None else g + direct[k, :trainable]
-        m.mul_(0.9).add_(g, alpha=1 - 0.9)
-        v.mul_(0.999).addcmul_(g, g, value=1 - 0.999)
-        w.sub_(rate * m / (v.sqrt() * correction + 1e-8))
-        low[k, :trainable].copy_(w)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from fednoro.engine.stacked_kernels import COLUMNS
-from fednoro.engine.stacked_ops import Convolve, Kernel, Norm, Normalise, Place, Pool
+from fednoro.engine.stacked_ops import Convolve, Kernel, Norm, Normalise, Place, pool
 from fednoro.models import Packed
 from fednoro.models.networks import BasicBlock, Bottleneck, Convolution, ResNet
 
@@ -61,7 +60,7 @@ class StackedNet:
         self.direct: Tensor | None = None  # gradients of what a loss says of the weights themselves, in float32
         self.active = torch.zeros(slots, dtype=torch.int32, device=device)
         self.calls = 0
-        tensors = zip(packed.tensors, *(self._views(m) for m in (self.values, self.low, self.gradient)), strict=True)
+        tensors = zip(packed.tensors, *(self.views_of(m) for m in (self.values, self.low, self.gradient)), strict=True)
         views = {id(tensor): parts for tensor, *parts in tensors}
         names = {id(tensor): name for name, tensor in packed.net.named_parameters()}
         # What a loss looks at, and what the layers use: gradients of either kind are added up. By .data, because an
@@ -91,17 +90,9 @@ class StackedNet:
                     module.momentum,
                 )
 
-    def _views(self, matrix: Tensor) -> list[Tensor]:
-        """Each tensor of the network in all rows of a matrix: S×…, channels last in memory."""
-        parts = torch.split(matrix[:, : len(self.packed.values)], list(self.packed.segments), dim=1)
-        views = []
-        for shape, part in zip(self.packed.shapes, parts, strict=True):
-            if len(shape) == 4:
-                outputs, inputs, height, width = shape
-                views.append(part.view(-1, outputs, height, width, inputs).permute(0, 1, 4, 2, 3))
-            else:
-                views.append(part.view(-1, *shape))
-        return views
+    def views_of(self, matrix: Tensor) -> list[Tensor]:
+        """Each tensor of the network in all rows of a matrix, S×…"""
+        return self.packed.views_of(matrix[:, : len(self.packed.values)])
 
     def load(self, values: Tensor) -> None:
         """One model, in `packed`'s layout, for everybody."""
@@ -117,7 +108,7 @@ class StackedNet:
         net: Any = self.net
         with torch.autocast(x.device.type, enabled=False):
             y = self._norm(net.bn1, self._convolve(net.conv1, x.permute(0, 1, 3, 4, 2).contiguous()), None, True)
-            y = self._pool(y)
+            y = pool(y, self.active)
             for layer in (net.layer1, net.layer2, net.layer3, net.layer4):
                 for block in layer:
                     y = self._block(block, y)
@@ -139,12 +130,6 @@ class StackedNet:
     def _norm(self, module: nn.Module, y: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
         norm = self._norms[id(module)]
         return Normalise.apply(y, *norm.handles, shortcut, norm, relu, self.active)  # type: ignore[no-any-return,no-untyped-call]
-
-    def _pool(self, y: Tensor) -> Tensor:
-        if y.device.type == "cuda":
-            return Pool.apply(y, self.active)  # type: ignore[no-any-return,no-untyped-call]
-        maps = F.max_pool2d(y.flatten(0, 1).permute(0, 3, 1, 2), 3, 2, padding=1).permute(0, 2, 3, 1)
-        return maps.reshape(*y.shape[:2], *maps.shape[1:])
 
     def _block(self, block: BasicBlock | Bottleneck, x: Tensor) -> Tensor:
         shortcut = x
@@ -177,7 +162,7 @@ class StackedNet:
             return None
         if self.direct is None:
             self.direct = torch.zeros_like(self.values)
-        views = dict(zip(self.packed.names, self._views(self.direct), strict=True))
+        views = dict(zip(self.packed.names, self.views_of(self.direct), strict=True))
         for name, gradient in zip(self.leaves, seen, strict=True):
             views[name].zero_() if gradient is None else views[name].copy_(gradient)
         return self.direct

@@ -1,8 +1,8 @@
-"""Convolution and batch normalisation of many networks at once, with gradients.
+"""Convolution, batch normalisation and pooling of many networks at once, with gradients, and Adam.
 
 On a GPU they are the kernels of `stacked_kernels`; elsewhere the same formulas, one network after another, in PyTorch.
-Maps are S×B×H×W×C in bfloat16; weights are float32 leaves with bfloat16 copies. A gradient goes straight into its
-`place`, unless that is taken: a loss may show the network several views.
+Maps are S×B×H×W×C, in the type that is computed in. A gradient goes straight into its `place`, unless that is taken: a
+loss may show the network several views.
 """
 
 from __future__ import annotations
@@ -164,6 +164,33 @@ class Pool(Function):
         dx = torch.empty(ctx.shape, dtype=dy.dtype, device=dy.device)
         kernels.unpool(dy.contiguous(), taps, dx, active)
         return dx, None
+
+
+def pool(x: Tensor, active: Tensor) -> Tensor:
+    """See `Pool`."""
+    if x.device.type == "cuda":
+        return Pool.apply(x, active)  # type: ignore[no-any-return,no-untyped-call]
+    maps = F.max_pool2d(x.flatten(0, 1).permute(0, 3, 1, 2), 3, 2, padding=1).permute(0, 2, 3, 1)
+    return maps.reshape(*x.shape[:2], *maps.shape[1:])
+
+
+def adam(
+    values: Tensor, gradient: Tensor, direct: Tensor | None, means: Tensor, squares: Tensor, low: Tensor,
+    factors: Tensor, active: Tensor, trainable: int, decay: float,
+) -> None:  # fmt: skip
+    """See `stacked_kernels.adam`."""
+    if values.device.type == "cuda":
+        kernels.adam(values, gradient, direct, means, squares, low, factors, active, trainable, decay)
+        return
+    for k in torch.nonzero(active).flatten().tolist():
+        w, g, m, v = (matrix[k, :trainable] for matrix in (values, gradient, means, squares))
+        rate, correction = factors[k]
+        g = g.float() + decay * w
+        g = g if direct is None else g + direct[k, :trainable]
+        m.mul_(0.9).add_(g, alpha=1 - 0.9)
+        v.mul_(0.999).addcmul_(g, g, value=1 - 0.999)
+        w.sub_(rate * m / (v.sqrt() * correction + 1e-8))
+        low[k, :trainable].copy_(w)
 
 
 def _normalise(

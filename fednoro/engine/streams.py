@@ -22,6 +22,11 @@ def after(later: Any, earlier: Any) -> None:
         later.wait_stream(earlier)
 
 
+def event(stream: Any) -> Any:
+    """What says when all that is queued on a stream is done."""
+    return None if stream is None else stream.record_event()
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

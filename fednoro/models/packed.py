@@ -57,17 +57,17 @@ class Packed:
         return len(self._counters)
 
     def views_of(self, vector: Tensor) -> list[Tensor]:
-        """The tensors inside a vector that is laid out as `values`."""
+        """The tensors inside a vector that is laid out as `values`, or inside several of them, …×P."""
         return self._views(vector, self.channels_last)
 
     def _views(self, vector: Tensor, channels_last: bool = False) -> list[Tensor]:
-        views = []
-        for shape, part in zip(self.shapes, torch.split(vector, list(self.segments)), strict=True):
+        views, several = [], vector.shape[:-1]
+        for shape, part in zip(self.shapes, torch.split(vector, list(self.segments), dim=-1), strict=True):
             if channels_last and len(shape) == 4:
                 outputs, inputs, height, width = shape
-                views.append(part.view(outputs, height, width, inputs).permute(0, 3, 1, 2))
+                views.append(part.view(*several, outputs, height, width, inputs).movedim(-1, -3))
             else:
-                views.append(part.view(shape))
+                views.append(part.view(*several, *shape))
         return views
 
     def load(self, weights: Weights, counters: bool = True) -> None:

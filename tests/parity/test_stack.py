@@ -281,7 +281,7 @@ def test_a_stacked_resnet_18_has_the_gradients_of_single_ones() -> None:
     direct = nets.collect(values.sum())
     assert direct is not None
     gradients, now = (
-        dict(zip(packed.names, nets._views(m), strict=True)) for m in (nets.gradient + direct, nets.values)
+        dict(zip(packed.names, nets.views_of(m), strict=True)) for m in (nets.gradient + direct, nets.values)
     )
     for s in range(3):
         single = resnet().double().train()
