@@ -23,32 +23,43 @@ from fednoro.types import FedNoRoWarning, UserError, Weights
 Distance = Literal["paper", "reference"]
 Models: TypeAlias = Tensor | NDArray[Any] | Sequence[Tensor] | Sequence[Mapping[str, Tensor]]
 
-_BLOCK = {"cpu": 2**22, "cuda": 2**25}  # entries of one float64 block, over all models: 32 and 256 MiB
+_BLOCK = {"cpu": 2**22, "cuda": 2**26}  # entries of one float64 block, over all models: 32 and 512 MiB
 # A block's Gram entries carry a relative error of some 1e-15 (float64 sums, accumulated in blocks), so a d² below
 # this share of ‖w_i‖² + ‖w_j‖² says no more than "equal"; at the share itself d is still good to about 1%.
 _ROUNDING = 1e-13
+_SHORT = 2**13  # columns of one such product
 _LARGEST = 1e150  # the squares of larger entries leave float64
 
 
 def pairwise_distances(models: Tensor | Sequence[Tensor]) -> Tensor:
     """L2 distances between K vectors, or the rows of a K×P matrix, on any device: K×K, float64, on the CPU.
 
-    All come from one Gram matrix of the rows minus their mean, which keeps the common part of the models
-    out of the subtraction. Distances below about 3e-7 of the centred rows' norms are returned as 0.
+    All come from one Gram matrix of the rows minus the first one, which keeps the common part of the models out of the
+    subtraction. Distances below about 3e-7 of their distances to the first row are returned as 0.
     """
     vectors = [model.detach() for model in models]
     k = len(vectors)
     gram = torch.zeros(k, k, dtype=torch.float64)
     columns = _BLOCK.get(vectors[0].device.type, _BLOCK["cpu"]) // k if k else 1
     for blocks in zip(*(torch.split(vector, max(columns, 1)) for vector in vectors), strict=True):
-        rows = _float64(torch.stack(blocks))
-        rows = rows - rows.mean(dim=0)
-        gram = gram.to(rows.device).addmm_(rows, rows.T)
+        first = _float64(blocks[0])
+        rows = first.new_empty((k, len(first)))
+        for row, block in zip(rows, blocks, strict=True):
+            torch.sub(block.to(first.device), first, out=row)  # converts as it goes
+        gram = gram.to(rows.device) + _gram(rows)
     gram = (gram + gram.T).cpu() / 2
     norms = gram.diagonal()[:, None] + gram.diagonal()
     squares = norms - 2 * gram
     squares[squares <= _ROUNDING * norms] = 0.0
     return squares.sqrt()
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """rows·rowsᵀ; on a GPU as many short products side by side, because a long one keeps few of its units busy."""
+    count = rows.shape[1] // _SHORT if rows.device.type == "cuda" else 0
+    parts = rows[:, : count * _SHORT].view(len(rows), count, _SHORT).transpose(0, 1)
+    rest = rows[:, count * _SHORT :]
+    return torch.bmm(parts, parts.mT).sum(0) + torch.mm(rest, rest.T)
 
 
 def nearest_clean(
@@ -93,9 +104,11 @@ def daagg_weights(
         raise UserError(f"sizes must have one entry per model ({len(vectors)}), got {len(by_size)}")
     flagged = _flags(noisy, len(vectors))
     if flagged.all():
+        _check_finite(vectors)
         warnings.warn("every client is flagged as noisy: models are weighted by size", FedNoRoWarning, stacklevel=2)
         return by_size
     if not flagged.any():  # spares the distances
+        _check_finite(vectors)
         return by_size
     return distance_weights(_nearest(vectors, parts, flagged), sizes)
 
@@ -201,7 +214,6 @@ def _vectors(models: Models, distance: Distance, segments: Sequence[int] | None)
     else:
         matrix, segments = _stack(cast("Sequence[Mapping[str, Tensor]]", models))
         vectors = list(matrix.unbind())
-    _check_finite(vectors)
     width = len(vectors[0])
     if distance == "paper":
         return vectors, [width]
@@ -241,6 +253,8 @@ def _stack(models: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, list[int]]:
 def _nearest(vectors: Sequence[Tensor], sizes: list[int], flagged: Tensor) -> Tensor:
     parts = zip(*(torch.split(vector, sizes) for vector in vectors), strict=True)
     between = torch.stack([pairwise_distances(part) for part in parts]).sum(dim=0)
+    if not between.isfinite().all():
+        _check_finite(vectors)
     return torch.where(flagged, between[:, ~flagged].amin(dim=1), 0.0)
 
 

@@ -25,18 +25,29 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file completely or not at all."""
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, which takes that place after the block, or goes where the block fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
         try:
-            with beside.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            yield beside
+            to_disk(beside)
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file completely or not at all."""
+    with whole(path) as beside:
+        beside.write_bytes(content)
+
+
+def to_disk(path: Path) -> None:
+    """Waits until what was written to a file would survive a power cut."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from fednoro.methods import Method
 from fednoro.metrics import per_class_recall
@@ -145,7 +144,7 @@ class Screen:
             return f"says that it has {reply.size} images"
         found = self._unlike(reply)
         if found is None and reply.weights is not None:
-            found = _unlike(reply.weights, task.weights)
+            found = _unlike(reply.weights, task.weights, reply.extent)
         if found is None:
             self._answered.add(reply.client)
             self._shapes |= {name: np.shape(array) for name, array in reply.arrays.items()}
@@ -161,13 +160,11 @@ class Screen:
         return None
 
 
-def _unlike(weights: Weights, sent: Weights) -> str | None:
+def _unlike(weights: Weights, sent: Weights, extent: tuple[float, float, float] | None) -> str | None:
     values, counters = weights.values, weights.counters
     if values.shape != sent.values.shape or values.dtype != sent.values.dtype:
         return f"sent a model of {len(values)} values ({values.dtype}), expected were {len(sent.values)}"
-    least = counters.min() if counters.numel() else counters.new_zeros(())
-    # On a GPU one look is a wait: both are taken at once. A NaN comes through as minimum and maximum.
-    low, high, count = torch.stack([*torch.aminmax(values), least.to(values)]).tolist()
+    low, high, count = extent or weights.extent().tolist()
     if counters.shape != sent.counters.shape or count < 0:
         return "sent a model with other counters than it received"
     return None if math.isfinite(low) and math.isfinite(high) else "sent weights that are not finite"

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,12 +26,13 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fednoro.clients import Client
-from fednoro.files import disk_errors, take_lock, write_json, write_whole
+from fednoro.engine.streams import current, finish, stream
+from fednoro.files import disk_errors, take_lock, to_disk, whole, write_json
 from fednoro.rounds import Turn
 from fednoro.types import State, UserError, Weights
 
@@ -162,8 +164,7 @@ class RunFolder:
             tensors |= {f"kept.{name}.values": model.values, f"kept.{name}.counters": model.counters}
         for k, memory in snapshot.memories.items():
             tensors.update({f"memory.{k}.{name}": value for name, value in memory.items()})
-        # Copies, because safetensors refuses tensors that share storage.
-        tensors = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
+        tensors = _on_host(tensors)
         facts = {
             "segments": state.model.segments,
             "round": state.round,
@@ -174,11 +175,13 @@ class RunFolder:
             "memo": state.memo,
             "logs": snapshot.logs,
         }
-        content = save(tensors, {"state": json.dumps({**facts, "checksum": _checksum(facts, tensors)})})
+        metadata = {"state": json.dumps({**facts, "checksum": _checksum(facts, tensors)})}
         with disk_errors(self.path):
-            for name in LOGS:  # they must not be shorter than the checkpoint says, even after a power cut
-                _to_disk(self.path / name)
-        write_whole(self.path / "checkpoints" / f"round-{state.round:05d}.safetensors", content)
+            for log in (self.path / name for name in LOGS):
+                if log.exists():  # they must not be shorter than the checkpoint says, even after a power cut
+                    to_disk(log)
+        with whole(self.path / "checkpoints" / f"round-{state.round:05d}.safetensors") as beside:
+            _write_safetensors(beside, tensors, metadata)
         for old in self.checkpoints()[:-KEPT_CHECKPOINTS]:
             old.unlink(missing_ok=True)
 
@@ -225,6 +228,7 @@ class Saver:
     def write(self, snapshot: Snapshot) -> None:
         """Begins to write; raises what went wrong with the one before."""
         self.wait()
+        finish(current(snapshot.state.model.values.device))  # what the thread copies must be there
         self._pending = self._thread.submit(self._folder.write, snapshot)
 
     def wait(self) -> None:
@@ -297,10 +301,27 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _to_disk(path: Path) -> None:
-    if path.exists():
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, because safetensors refuses tensors that share storage; from a GPU past whatever it is busy with."""
+    copies, streams = dict[str, Tensor](), dict[torch.device, Any]()
+    for name, tensor in tensors.items():
+        value = tensor.detach().contiguous()
+        beside = streams.setdefault(value.device, stream(value.device, priority=-1))
+        with torch.cuda.stream(beside):
+            copies[name] = torch.empty_like(value, device="cpu", pin_memory=beside is not None)
+            copies[name].copy_(value, non_blocking=beside is not None)
+    for beside in streams.values():
+        finish(beside)
+    return copies
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """By the library's own way to a file, which leaves Python to others meanwhile."""
+    try:
+        save_file(dict(tensors), path, dict(metadata))
+    except SafetensorError as error:
+        known = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(known[1]), os.strerror(int(known[1]))) if known else error from error
 
 
 def _checksum(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

@@ -39,6 +39,13 @@ class Weights:
     counters: Tensor  # int64, such as BatchNorm's num_batches_tracked
     segments: tuple[int, ...] = ()  # sizes of the tensors that `values` is made of
 
+    def extent(self) -> Tensor:
+        """The least and the largest value and the least counter, 3; a NaN comes through as the first two."""
+        import torch
+
+        counters = self.counters if self.counters.numel() else self.counters.new_zeros(1)
+        return torch.stack([*torch.aminmax(self.values), counters.min().to(self.values)]).double()
+
 
 @dataclass(frozen=True)
 class Task:
@@ -64,6 +71,7 @@ class Reply:
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
     arrays: Mapping[str, FloatArray] = field(default_factory=dict)
     answers: tuple[str, int] | None = None  # name and round of its task, where it came by way of a network
+    extent: tuple[float, float, float] | None = None  # of its weights, where the engine has looked already
 
 
 @dataclass(frozen=True)

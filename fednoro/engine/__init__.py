@@ -13,6 +13,7 @@ from torch import nn
 
 from fednoro.clients import Client
 from fednoro.data.dataset import Dataset
+from fednoro.engine import kernels
 from fednoro.engine.cpu import CpuEngine
 from fednoro.engine.cuda import CudaEngine
 from fednoro.engine.eager import EagerEngine
@@ -67,6 +68,13 @@ class Hardware:
             raise UserError(f"precision {self.precision} needs a CUDA device, got device {self.device}: use fp32")
         if self.kind == "eager" and self.precision != "fp32":
             raise UserError(f"the eager engine computes in fp32, got precision {self.precision}: use engine=auto")
+
+    def warm_up(self) -> None:
+        """Wakes the GPU and its compiler, which takes a second; an engine does it otherwise."""
+        if self.device.type == "cuda":
+            torch.zeros(1, device=self.device)
+            if self.precision == "bf16" and kernels.available():
+                kernels.warm_up(self.device)
 
     def engine(
         self,

@@ -12,16 +12,16 @@ images. The last batch of an epoch has a graph of its own size.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fednoro.clients import Client
@@ -30,9 +30,9 @@ from fednoro.engine.cpu import cut, windows
 from fednoro.engine.eager import EagerEngine, EagerSite, failure
 from fednoro.engine.graphs import CudaLane
 from fednoro.engine.images import Images
-from fednoro.engine.lane import schedule
 from fednoro.engine.programs import EVALUATION_PIXELS, Precision, UnsuitableError
 from fednoro.engine.request import Request
+from fednoro.engine.site import CudaSite
 from fednoro.engine.stack import PREPARED, Stack
 from fednoro.engine.stacked_kernels import SLOTS
 from fednoro.engine.stacked_net import stackable
@@ -40,7 +40,7 @@ from fednoro.engine.streams import after, current, event, synchronize
 from fednoro.engine.turns import Turns, meet
 from fednoro.methods import Method
 from fednoro.training import Training
-from fednoro.types import Failure, FedNoRoWarning, FloatArray, IntArray, Reply, Step, Task, Weights
+from fednoro.types import Failure, FedNoRoWarning, IntArray, Reply, Task, Weights
 
 Answer = tuple[Reply | Failure, torch.cuda.Event | None]
 
@@ -86,12 +86,13 @@ class CudaEngine(EagerEngine):
         self._make = partial(
             CudaLane, device=device, precision=precision, shape=self.shape, training=training, compiled=compiled
         )
-        self._net = network()
-        self.lane = self._make(copy.deepcopy(self._net))
+        net = network()
+        suitable = precision != "fp32" and training.batch > 1 and stackable(net, device)
+        self.lane = self._make(net)
         self.lanes = [self.lane]
         self.stacks: list[Stack] = []
         self._apart: set[Any] = set()  # kinds of step that cannot be stacked
-        suitable = precision != "fp32" and training.batch > 1 and stackable(self._net, device)
+        self._counts: dict[int, tuple[Any, Tensor]] = {}  # by client: labels, and how many of each class they are
         small = self.shape[1] * self.shape[2] <= STACKED_PIXELS
         self._stacking = suitable and (
             (self.lane.fused and small and not compiled and lanes is None) if stacked is None else stacked
@@ -103,7 +104,7 @@ class CudaEngine(EagerEngine):
         """Lanes for so many clients at a time: few clients need few."""
         try:
             while len(self.lanes) < min(clients, self.most):
-                self.lanes.append(self._make(copy.deepcopy(self._net), like=self.lane))
+                self.lanes.append(self._make(self.lane))
         except torch.OutOfMemoryError:
             del self.lanes[-(len(self.lanes) // 2) :]  # room for what the steps themselves need
             self.most = len(self.lanes)
@@ -133,13 +134,11 @@ class CudaEngine(EagerEngine):
             self._widen(len(tasks))
         for window in self._windows(sorted(tasks)):
             answers = self._together(method, {k: tasks[k] for k in window})
-            for k in window:
-                item, done = answers.pop(k)
+            for _, done in answers.values():
                 if done is not None:
                     torch.cuda.current_stream(self.device).wait_event(done)
-                    if isinstance(item, Reply) and item.arrays:
-                        done.synchronize()  # they are read on the host
-                yield item
+            replies = _looked_at([answers.pop(k)[0] for k in window], self.device)
+            yield from (replies.pop(0) for _ in window)  # one that is folded need not be held any longer
 
     def _windows(self, clients: Sequence[int]) -> Iterator[Sequence[int]]:
         """Clients who are asked at a time."""
@@ -147,6 +146,14 @@ class CudaEngine(EagerEngine):
             return windows(clients, self.net.values.nbytes, self._room(), 2 * len(self.lanes))
         # By rule: who is trained with whom shows in the last bits.
         return cut(clients, _equal_parts(len(clients), STACKS * self._slots()))
+
+    def counts(self, client: Client) -> Tensor:
+        """The same; labels are counted once."""
+        labels = client.memory.get("labels", client.observed)
+        if client.id not in self._counts or self._counts[client.id][0] is not labels:
+            counted = np.bincount(client.labels.cpu().numpy(), minlength=self.classes)
+            self._counts[client.id] = labels, self.upload(counted)
+        return self._counts[client.id][1].clone()
 
     def _room(self) -> int:
         """Bytes of models that may wait to be folded."""
@@ -187,12 +194,12 @@ class CudaEngine(EagerEngine):
 
     def _by_turns(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """The work of all clients, which meet wherever they are to be trained; who could not be served is left out."""
-        turns: dict[int, Turns] = {}
+        turns, here = dict[int, Turns](), current(self.device)
         lanes = dict(zip(tasks, itertools.cycle(self.lanes), strict=False))
 
         def work(k: int) -> Reply:
             with torch.cuda.stream(lanes[k].stream):
-                return method.work(tasks[k], CudaSite(self, lanes[k], self.clients[k], turns[k]))
+                return method.work(tasks[k], CudaSite(self, lanes[k], self.clients[k], turns[k], here))
 
         for k in tasks:
             turns[k] = Turns(partial(work, k))
@@ -249,7 +256,7 @@ class CudaEngine(EagerEngine):
 
     def _stacks(self, wanted: int) -> Sequence[Stack]:
         while len(self.stacks) < min(wanted, STACKS):
-            self.stacks.append(Stack(self._net, self.lane, self.shape, self.training, self._slots()))
+            self.stacks.append(Stack(self.lane, self.shape, self.training, self._slots()))
         return self.stacks
 
     def _slots(self) -> int:
@@ -299,6 +306,9 @@ class CudaEngine(EagerEngine):
         self._eager = EagerEngine(*self._given, images=self.images)
         self._eager.clients = self.clients
 
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        return self.lane.upload(array)
+
     def logits(self, weights: Weights, index: IntArray) -> Tensor:
         """Outputs in eval mode for the images at `index`, N×C."""
         if self._eager is not None:
@@ -306,44 +316,29 @@ class CudaEngine(EagerEngine):
         return super().logits(weights, index)
 
 
+def _looked_at(items: Sequence[Reply | Failure], device: torch.device) -> list[Reply | Failure]:
+    """The same with all numbers that the host wants to know: one transfer, because each is a wait for the GPU."""
+    seen: list[Tensor] = []
+    for item in items:
+        if isinstance(item, Reply):
+            seen += [value.detach().double().view(1) for value in item.metrics.values() if _number(value)]
+            seen += [] if item.weights is None else [item.weights.extent()]
+    numbers = iter(torch.cat(seen).tolist() if seen else ())
+    if not seen:
+        synchronize(device)  # arrays are read on the host
+
+    def told(reply: Reply) -> Reply:
+        metrics = {name: next(numbers) if _number(value) else value for name, value in reply.metrics.items()}
+        extent = None if reply.weights is None else (next(numbers), next(numbers), next(numbers))
+        return replace(reply, metrics=metrics, extent=extent)
+
+    return [told(item) if isinstance(item, Reply) else item for item in items]
+
+
+def _number(value: float | Tensor) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.ndim == 0
+
+
 def _equal_parts(count: int, most: int) -> int:
     """The size of parts of `count`, as few and as equal as can be with `most` in each."""
     return max(1, -(-count // max(1, -(-count // most))))
-
-
-@dataclass
-class CudaSite(EagerSite):
-    """One client's data on the GPU. Its work is queued on the lane's stream, and not yet done when a call returns."""
-
-    lane: CudaLane
-    turns: Turns | None = None  # where several clients are trained together
-
-    @property
-    def labels(self) -> Tensor:
-        return self.lane.upload(self.data.labels.cpu().numpy())
-
-    @property
-    def counts(self) -> Tensor:
-        return self.lane.upload(np.bincount(self.data.labels.cpu().numpy(), minlength=self.classes))
-
-    def to_array(self, tensor: Tensor) -> FloatArray:
-        """A tensor for `Reply.arrays`, copied when the lane gets there: to wait for it would keep other lanes idle."""
-        if self.lane.device.type != "cuda":
-            return super().to_array(tensor)
-        place = torch.empty(tensor.shape, dtype=torch.float64, pin_memory=True)
-        return place.copy_(tensor.detach().double(), non_blocking=True).numpy()
-
-    def train(
-        self,
-        task: Task,
-        loss: Callable[[Step], Tensor],
-        aux: Mapping[str, Tensor],
-        draws: int = 0,
-        epochs: int | None = None,
-        rows: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Weights, Tensor]:
-        """See `EagerSite.train`."""
-        count = self.engine.training.epochs if epochs is None else epochs
-        drawn = list(schedule(self.engine.seed, task, self.client, self.size, draws, count))
-        request = Request(task, self.data, loss, aux, draws, rows or {}, drawn, self.lane)
-        return request.train_alone(self.engine.images) if self.turns is None else self.turns.ask(request)

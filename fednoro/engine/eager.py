@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fednoro.clients import Client
@@ -87,7 +89,15 @@ class EagerEngine:
 
     def parts(self, index: IntArray) -> Sequence[Tensor]:
         """Indices cut into batches for evaluation."""
-        return torch.split(torch.from_numpy(index).to(self.device), self.evaluation_batch)
+        return torch.split(self.upload(index), self.evaluation_batch)
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        """An array on the engine's device."""
+        return torch.from_numpy(array).to(self.device)
+
+    def counts(self, client: Client) -> Tensor:
+        """How many labels of each class a client has."""
+        return torch.bincount(client.labels.cpu(), minlength=self.classes).to(self.device)
 
     def recalibrate(self, weights: Weights, client: Client) -> Weights:
         """`weights` with BatchNorm's running statistics re-estimated on the client's images, of which it needs two."""
@@ -136,7 +146,7 @@ class EagerSite:
 
     @property
     def counts(self) -> Tensor:
-        return torch.bincount(self.data.labels.cpu(), minlength=self.classes).to(self.engine.device)
+        return self.engine.counts(self.data)
 
     def train(
         self,
@@ -174,20 +184,24 @@ class EagerSite:
 
     def logits(self, task: Task, weights: Weights, augment: bool = False) -> Tensor:
         """Outputs for all of the client's images in eval mode, N×C; on augmented images if asked."""
-        engine = self.engine
-        parts = engine.parts(self.data.index)
-        u: Sequence[Tensor | None] = [None] * len(parts)
-        if augment:
-            rng = generator(engine.seed, f"{task.name}.augment", task.round, self.client)
-            drawn = torch.from_numpy(rng.random((self.size, DRAWS), dtype=np.float32)).to(engine.device)
-            u = torch.split(drawn, engine.evaluation_batch)
-        return self.lane.logits(engine.images, weights, parts, u)
+        if not augment:
+            return self._outputs(weights, self.data.index)
+        rng = generator(self.engine.seed, f"{task.name}.augment", task.round, self.client)
+        return self._outputs(weights, self.data.index, rng.random((self.size, DRAWS), dtype=np.float32))
 
     def features(self, weights: Weights) -> Tensor:
         """The penultimate layer for all of the client's images in eval mode, N×d."""
+        return self._outputs(weights, self.data.index, features=True)
+
+    def _outputs(
+        self, weights: Weights, index: IntArray, u: NDArray[np.float32] | None = None, features: bool = False
+    ) -> Tensor:
         engine = self.engine
-        parts = engine.parts(self.data.index)
-        return self.lane.logits(engine.images, weights, parts, [None] * len(parts), features=True)
+        parts = engine.parts(index)
+        drawn: Sequence[Tensor | None] = [None] * len(parts)
+        if u is not None:
+            drawn = torch.split(engine.upload(u), engine.evaluation_batch)
+        return self.lane.logits(engine.images, weights, parts, drawn, features)
 
     def to_array(self, tensor: Tensor) -> FloatArray:
         """A tensor for `Reply.arrays`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from fednoro.engine.programs import (
     autocast,
     captured,
 )
-from fednoro.engine.streams import stream, synchronize
+from fednoro.engine.streams import finish, stream
 from fednoro.models import Packed
 from fednoro.training import Training
 from fednoro.types import FedNoRoWarning, Step, Weights
@@ -42,23 +41,24 @@ class CudaLane(Lane):
 
     def __init__(
         self,
-        net: nn.Module,
+        net: nn.Module | CudaLane,  # or another lane with such a network
         device: torch.device,
         precision: Precision,
         shape: tuple[int, ...],
         training: Training,
         compiled: bool,
-        like: CudaLane | None = None,
     ) -> None:
         self.device, self.precision, self.training = device, precision, training
         self.channels_last = precision != "fp32"
         self.fused = precision == "bf16" and device.type == "cuda" and kernels.available()
-        self.net = Packed(net, device, self.channels_last, None if like is None else like.net)
-        self.anchor = Packed(copy.deepcopy(net), device, self.channels_last, self.net)
+        like = net if isinstance(net, CudaLane) else None
+        self.net = net.net.twin() if isinstance(net, CudaLane) else Packed(net, device, self.channels_last)
+        self.anchor = self.net.twin()
         self.anchor.net.eval().requires_grad_(False)
         self._anchored: Tensor | None = None
         self.net.net.train()
-        self._host_counts = _stop_counting(self.net) and _stop_counting(self.anchor)
+        stopped = _stop_counting(self.net) and _stop_counting(self.anchor)
+        self._host_counts = stopped if like is None else like._host_counts
         self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
         self.trained: Any = self.net.net
         self.teacher: Any = self.anchor.net
@@ -221,7 +221,7 @@ class CudaLane(Lane):
             raise UnsuitableError("the network draws random numbers, and a captured step would repeat them")
         said = None if program.anchored is None else program.anchored[:0]
         self.rehearsed[program.key, size] = Rehearsal(program.passes[size], said)
-        synchronize(self.device)
+        finish(self.stream)
 
     def _rehearse_compiled(self, program: Program, size: int) -> None:
         self.cursor.zero_()  # the block may hold no more than one batch

@@ -27,19 +27,18 @@ class Half(nn.Module):
         self.packed_values = packed.values
         # A copy of everything, of which convolutions and linear layers use their part.
         self.values = packed.values.to(torch.bfloat16)
-        net = copy.deepcopy(packed.net)
+        every = (*packed.net.parameters(), *packed.net.buffers())
+        net = copy.deepcopy(packed.net, {id(tensor): tensor for tensor in every})
         places = {id(p): view for p, view in zip(packed.tensors, packed.views_of(self.values), strict=True)}
         made: dict[int, nn.Parameter] = {}
-        for own, given in zip(net.modules(), packed.net.modules(), strict=True):
-            cast = isinstance(given, (nn.modules.conv._ConvNd, nn.Linear))
-            for name, tensor in given._parameters.items():
-                if tensor is not None and cast:
+        for module in net.modules():
+            if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
+                continue
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
                     if id(tensor) not in made:
                         made[id(tensor)] = nn.Parameter(places[id(tensor)], requires_grad=tensor.requires_grad)
-                    own._parameters[name] = made[id(tensor)]
-                else:
-                    own._parameters[name] = tensor
-            own._buffers.update(given._buffers)
+                    module._parameters[name] = made[id(tensor)]
         # Not registered: neither is a part with a name of its own.
         vars(self).update(_original=packed.net, _low=net, _call=net)
         self.low = {id(p): made[id(p)] for p in packed.net.parameters() if id(p) in made}

@@ -10,6 +10,7 @@ import functools
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fednoro.training import Augment
@@ -75,6 +76,12 @@ def _kernel() -> Any:
             tl.store(out + (n * height * width + at) * CHANNELS + c, value, mask=inside)
 
     return draw
+
+
+def warm_up(device: torch.device) -> None:
+    """Runs the kernel on one pixel: Triton takes half a second before its first, whichever that is."""
+    pixel, number = torch.zeros((1, 1, 1, 1), dtype=torch.uint8, device=device), torch.zeros(1, device=device)
+    prepare(pixel, number.long(), None, number, number + 1, Augment(), torch.empty((1, 1, 1, 1), device=device))
 
 
 def prepare(

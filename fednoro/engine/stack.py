@@ -7,14 +7,14 @@ smaller batch of an epoch is each client's own, in a lane.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fednoro.engine import stacked_kernels
@@ -36,7 +36,6 @@ from fednoro.engine.request import Request
 from fednoro.engine.stacked_net import Lift, OneOfMany, StackedNet
 from fednoro.engine.stacked_ops import adam
 from fednoro.engine.streams import after, current, stream, synchronize
-from fednoro.models import Packed
 from fednoro.training import Training
 from fednoro.types import Step, Weights
 
@@ -49,11 +48,9 @@ class Participant:
 
     def __init__(self, stack: Stack, program: Program, k: int, request: Request) -> None:
         self.stack, self.shared, self.k, self.request = stack, program, k, request
-        self.losses: list[Tensor] = []
         # Both until the next batch of its own: memory that is let go on another stream would be used again too early.
-        self.aux: Mapping[str, Tensor] | None = None
+        self.aux: Mapping[str, Tensor] = {}
         self.count: Tensor | None = None
-        self.values: Tensor | None = None  # the trained weights, where the last batch was its own
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -64,61 +61,56 @@ class Participant:
         return self.request.lane.program(self.request.loss, self.inputs, self.request.draws)
 
     def finish_epoch(self, images: Images, epoch: int) -> None:
+        """The last, smaller batch, in a lane. The steps of others do not touch the rows that it writes."""
         stack, request, lane, k = self.stack, self.request, self.request.lane, self.k
         batch, end = stack.training.batch, (epoch + 1) * self.request.size
-        aux = {name: place[k].clone() for name, place in self.shared.aux.items()}
-        data = replace(self.inputs, aux=aux)
+        self.aux = {name: self.shared.aux[name][k].clone() for name in self.changing}
+        data = replace(self.inputs, aux={**request.aux, **self.aux})
         values, means, squares = (
             matrix[k, : stack.width] for matrix in (stack.nets.values, stack.means, stack.squares)
         )
         halfway = Halfway(values, means, squares, stack.count[k], end - request.size % batch, end)
-        self.losses.append(lane.go_on(self.alone, images, request.task.weights, data, halfway))
-        self.aux, self.count = aux, lane.adam.count.clone()
-        if epoch + 1 == len(request.epochs):
-            self.values = lane.net.ordinary()
-            return
-        # The steps of others do not touch these rows.
+        stack.alone[k].add_(lane.go_on(self.alone, images, request.task.weights, data, halfway))
         values.copy_(lane.net.values)
-        stack.nets.low[k, : stack.width].copy_(values)
-        here, there = lane.adam.within(lane.net, means, squares)
-        torch._foreach_copy_(there, here)
+        self.count = lane.adam.count.clone()
+        if epoch + 1 < len(request.epochs):
+            stack.nets.low[k, : stack.width].copy_(values)
+            here, there = lane.adam.within(lane.net, means, squares)
+            torch._foreach_copy_(there, here)
+
+    @property
+    def changing(self) -> Collection[str]:
+        """What the loss may update from batch to batch."""
+        return self.shared.aux if self.shared.updated is None else self.shared.updated
 
     def rejoin(self) -> None:
         """Brings to the others what their steps would have overwritten."""
-        if self.aux is not None and self.count is not None:
+        if self.count is not None:
             self.stack.count[self.k].copy_(self.count)
-            for name, value in self.aux.items():
-                self.shared.aux[name][self.k].copy_(value)
+        for name, value in self.aux.items():
+            self.shared.aux[name][self.k].copy_(value)
 
-    def answer(self) -> None:
-        """Puts the trained weights and the mean loss into the request."""
-        stack, request, lane, batch = self.stack, self.request, self.request.lane, self.stack.training.batch
-        epochs, rest = len(request.epochs), request.size % batch
-        if self.values is None:
-            self.values = stack.packed.ordinary(stack.nets.values[self.k, : stack.width])
-        for name, place in self.shared.aux.items():  # what the loss updated from batch to batch
-            request.aux[name].copy_(place[self.k])
-        passes = np.array(self.shared.passes.get(batch, [0])) * (epochs * (request.size // batch))
-        if rest > 1 and epochs:
-            passes = passes + epochs * np.array(self.alone.passes[rest])
-        seen = lane.upload(np.broadcast_to(passes, len(lane.norms)).astype(np.int64))
-        weights = Weights(self.values, request.task.weights.counters.to(stack.device) + seen, stack.packed.segments)
-        total = sum(self.losses, stack.total[self.k])
-        request.answer = weights, total / max(request.size * epochs, 1)
+    def passes(self, norms: int) -> NDArray[np.int64]:
+        """How often each norm has seen a batch."""
+        batch, epochs, rest = self.stack.training.batch, len(self.request.epochs), self.request.size
+        seen = epochs * (rest // batch) * np.array(self.shared.passes.get(batch, [0]))
+        if rest % batch > 1 and epochs:
+            seen = seen + epochs * np.array(self.alone.passes[rest % batch])
+        return np.broadcast_to(seen, norms).astype(np.int64)
 
 
 class Stack:
     """Room for so many clients, and what their steps read and write."""
 
-    def __init__(self, net: nn.Module, lane: CudaLane, shape: tuple[int, ...], training: Training, slots: int) -> None:
+    def __init__(self, lane: CudaLane, shape: tuple[int, ...], training: Training, slots: int) -> None:
         self.device, self.training, self.slots, self.upload = lane.device, training, slots, lane.upload
         device, batch = self.device, training.batch
-        packed = Packed(copy.deepcopy(net), device, channels_last=True, like=lane.net)
+        packed = lane.net.twin()
         self.precision = lane.precision
         half = self.precision == "bf16"
         self.nets = StackedNet(packed, slots, torch.bfloat16 if half else torch.float32)
         self.packed, self.width = packed, len(packed.values)
-        self.anchor = Packed(copy.deepcopy(net), device, channels_last=True, like=lane.net)
+        self.anchor = lane.net.twin()
         self.anchor.net.eval().requires_grad_(False)
         self.teacher: Any = Half(self.anchor) if half else self.anchor.net
         self._anchored: Tensor | None = None
@@ -138,7 +130,8 @@ class Stack:
         self.start = torch.zeros(slots, dtype=torch.int64, device=device)
         self.left = torch.zeros(slots, dtype=torch.int64, device=device)  # full batches of what is prepared
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
-        self.total = torch.zeros(slots, device=device)
+        self.total = torch.zeros(slots, device=device)  # of the losses in steps together, and in steps alone
+        self.alone = torch.zeros(slots, device=device)
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs = Programs(device, self.room, slots)
@@ -149,9 +142,10 @@ class Stack:
     def train(self, requests: Sequence[Request], images: Images) -> Iterator[None]:
         """Trains clients of one kind, who have their answers in the end; pauses after each step that it has queued."""
         asked = sorted(requests, key=lambda r: -r.size)
+        lanes = list({id(r.lane): r.lane for r in asked}.values())
         weights, batch = requests[0].task.weights, self.training.batch
-        for request in asked:
-            after(self.stream, request.lane.stream)
+        for lane in lanes:
+            after(self.stream, lane.stream)
         with torch.cuda.stream(self.stream):
             program = self.programs.find(asked[0].loss, asked[0].aux, asked[0].rows, asked[0].draws)
             self._rehearse(program, images, weights, asked)
@@ -170,17 +164,29 @@ class Stack:
                         program.graphs[batch].replay()
                     self._rest(finished.get(step + 1, []), images, number)
                     yield
-            for request in asked:
-                after(self.stream, request.lane.stream)
+            for lane in lanes:
+                after(self.stream, lane.stream)
             with torch.cuda.stream(self.stream):
                 for one in participants:
                     one.rejoin()
-        for one in participants:
-            after(one.request.lane.stream, self.stream)
-            with torch.cuda.stream(one.request.lane.stream):
-                one.answer()
-        for request in asked:
-            after(self.stream, request.lane.stream)  # the next exchange writes where this one is still read
+        with torch.cuda.stream(self.stream):
+            self._answer(program, participants)
+        for lane in lanes:
+            after(lane.stream, self.stream)
+
+    def _answer(self, program: Program, participants: Sequence[Participant]) -> None:
+        """Puts the trained weights and the mean losses into the requests."""
+        asked = [one.request for one in participants]
+        start, n = asked[0].task.weights, len(asked)
+        seen = self.upload(np.stack([one.passes(len(self.packed.norms)) for one in participants]))
+        counters = start.counters.to(self.device) + seen
+        images = self.upload(np.array([max(r.size * len(r.epochs), 1) for r in asked], dtype=np.float32))
+        losses = (self.total + self.alone)[:n] / images
+        for one, counted, loss in zip(participants, counters, losses, strict=True):
+            values = self.packed.ordinary(self.nets.values[one.k, : self.width])
+            for name in one.changing:
+                one.request.aux[name].copy_(program.aux[name][one.k])
+            one.request.answer = Weights(values, counted, self.packed.segments), loss
 
     def _rest(self, participants: Sequence[Participant], images: Images, epoch: int) -> None:
         """Their last, smaller batches, each in its lane, while the others go on."""
@@ -201,7 +207,7 @@ class Stack:
             if self.precision == "bf16":
                 self.teacher.refresh()
             self._anchored = weights.values
-        torch._foreach_zero_([self.means, self.squares, self.count, self.total])
+        torch._foreach_zero_([self.means, self.squares, self.count, self.total, self.alone])
         for name, place in program.aux.items():
             place[: len(asked)].copy_(torch.stack([request.aux[name].to(self.device) for request in asked]))
             place[len(asked) :].copy_(place[0])

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 
-def stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+def stream(device: torch.device, priority: int = 0) -> Any:
+    return torch.cuda.Stream(device, priority) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def current(device: torch.device) -> Any:
@@ -25,6 +25,12 @@ def after(later: Any, earlier: Any) -> None:
 def event(stream: Any) -> Any:
     """What says when all that is queued on a stream is done."""
     return None if stream is None else stream.record_event()
+
+
+def finish(stream: Any) -> None:
+    """Waits for all that is queued on a stream."""
+    if stream is not None:
+        stream.synchronize()
 
 
 def synchronize(device: torch.device) -> None:

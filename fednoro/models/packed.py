@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +23,6 @@ class Packed:
         net: nn.Module,
         device: torch.device | str = "cpu",
         channels_last: bool = False,
-        like: Packed | None = None,  # of the same shape, to share what only depends on that
     ) -> None:
         self.net, self.channels_last = net.to(device), channels_last
         named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
@@ -42,14 +44,28 @@ class Packed:
         for tensor, view in zip(self.tensors, self.views_of(self.values), strict=True):
             tensor.data = view.copy_(tensor.detach())
         # Where each entry of `values` is in the ordinary layout, and the other way round.
-        self._order: tuple[Tensor, Tensor] | None = None if like is None else like._order
-        if channels_last and self._order is None:
+        self._order: tuple[Tensor, Tensor] | None = None
+        if channels_last:
             where = torch.arange(len(self.values), dtype=torch.int32, device=device)
             there = torch.empty_like(where)
             for view, ordinary in zip(self._views(there, True), self._views(where), strict=True):
                 view.copy_(ordinary)
             self._order = there, torch.empty_like(where).index_copy_(0, there.long(), where)
-        self.norms = [m for m in self.net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.norms = _norms(self.net)
+
+    def twin(self) -> Packed:
+        """One more network of this kind with a vector of its own, to be loaded: no weights are copied."""
+        other = copy.copy(self)
+        other.values = torch.empty_like(self.values)
+        placed: dict[int, Any] = {}
+        for tensor, view in zip(self.tensors, self.views_of(other.values), strict=True):
+            parameter = isinstance(tensor, nn.Parameter)
+            placed[id(tensor)] = nn.Parameter(view, tensor.requires_grad) if parameter else view
+        other.tensors = tuple(placed.values())
+        other.net = copy.deepcopy(self.net, placed)
+        other._counters = [(name, copy.deepcopy(counter, placed)) for name, counter in self._counters]
+        other.norms = _norms(other.net)
+        return other
 
     @property
     def counters(self) -> int:
@@ -101,3 +117,7 @@ class Packed:
             tensors[name] = part.view(counter.shape).to("cpu", counter.dtype)
             start += counter.numel()
         return {name: tensors[self._stored_as[name]].clone() for name in self._saved}
+
+
+def _norms(net: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    return [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

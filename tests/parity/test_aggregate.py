@@ -120,9 +120,9 @@ def test_exact_duplicates_are_at_distance_zero(seed: int, p: int, scale: float) 
 def test_what_the_gram_matrix_cannot_resolve_is_at_distance_zero() -> None:
     models = matrix(k=3, p=1000, dtype=torch.float64)
     for share, resolved in ((1e-5, True), (1e-7, False)):
-        models[1] = models[0] * (1 + share)
-        distance = pairwise_distances(models)[0, 1].item()
-        assert distance == pytest.approx(models[0].norm().item() * share if resolved else 0.0, rel=1e-3, abs=0)
+        models[2] = models[1] * (1 + share)
+        distance = pairwise_distances(models)[1, 2].item()
+        assert distance == pytest.approx(models[1].norm().item() * share if resolved else 0.0, rel=1e-3, abs=0)
 
 
 def test_paper_distance_is_one_norm_over_the_vector() -> None:

@@ -240,7 +240,7 @@ def test_memory_that_runs_out_midway_leaves_everything_as_it_was(monkeypatch: py
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("fednoro.engine.stack.Participant.answer", full)
+    monkeypatch.setattr("fednoro.engine.stack.Stack._answer", full)
     with pytest.warns(FedNoRoWarning, match="does not hold a stack"):
         found = list(lab.exchange(method, tasks))
     for a, b in zip(expected, found, strict=True):

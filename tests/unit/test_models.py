@@ -199,7 +199,7 @@ def test_weights_go_into_a_channels_last_network_and_come_back_unchanged(
     weights = ordinary.weights()
     weights.values.copy_(torch.randn(len(weights.values), generator=torch.Generator().manual_seed(seed)).abs())
     ordinary.load(weights)
-    for target in (packed, Packed(build(), channels_last=True, like=packed)):
+    for target in (packed, packed.twin()):
         target.load(weights)
         back = target.weights()
         assert torch.equal(back.values, weights.values) and torch.equal(back.counters, weights.counters)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -59,33 +59,51 @@ def test_an_error_of_the_one_who_answers_ends_all_work_and_is_raised() -> None:
     with pytest.raises(KeyboardInterrupt):
         meet(everybody, answer)
     for turns in everybody:
-        turns._thread.join(10)
         assert turns.done and isinstance(turns.error, UnansweredError)
 
 
-def test_an_interruption_while_work_runs_leaves_no_thread_behind() -> None:
-    """Ctrl-C reaches whoever waits for the work; it may be anywhere, and may not give up at once."""
-    started, go = threading.Event(), threading.Event()
+def test_work_that_does_not_give_up_is_ended_and_work_that_has_not_begun_never_begins() -> None:
+    heard: list[str] = []
 
     def stubborn() -> None:
-        started.set()
-        go.wait(10)
-        for _ in range(2):
-            with contextlib.suppress(UnansweredError):
+        for _ in range(3):
+            try:
                 turns.ask(1)
+            except UnansweredError:
+                heard.append("refused")
 
-    turns = Turns(stubborn)
-    others = [adding([1], [], "a"), adding([], [], "b")]
-
-    def interrupted(answer: object = None) -> None:
-        turns._go.release()
-        started.wait(10)
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
-    turns.go_on = interrupted  # type: ignore[method-assign]
+    turns, late = Turns(stubborn), adding([1], heard, "late")
+    late.go_on = interrupted  # type: ignore[assignment,method-assign]
     with pytest.raises(KeyboardInterrupt):
-        meet([others[0], turns, others[1]], lambda requests: list(requests))
-    go.set()
-    for one in (turns, *others):
-        one._thread.join(10)
-        assert not one._thread.is_alive()
+        meet([turns, late], lambda requests: list(requests))
+    assert turns.done and turns.error is None and heard == ["refused"] * 3
+
+
+def test_ctrl_c_while_work_runs_is_its_error() -> None:
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    turns = Turns(work)
+    meet([turns], lambda requests: list(requests))
+    assert isinstance(turns.error, KeyboardInterrupt)
+
+
+def test_what_a_work_has_open_stays_open_while_it_waits() -> None:
+    log: list[str] = []
+
+    @contextlib.contextmanager
+    def opened(name: str) -> Iterator[None]:
+        log.append(f"{name} opens")
+        yield
+        log.append(f"{name} closes")
+
+    def work(name: str) -> None:
+        with opened(name):
+            log.append(everybody[name].ask(name))
+
+    everybody = {name: Turns(partial(work, name)) for name in "ab"}
+    meet(list(everybody.values()), lambda requests: [f"{request} heard" for request in requests])
+    assert log == ["a opens", "b opens", "a heard", "a closes", "b heard", "b closes"]

@@ -1,0 +1,71 @@
+"""A client's own side on a GPU: its work is queued, and not yet done when a call returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fednoro.engine.eager import EagerSite
+from fednoro.engine.graphs import CudaLane
+from fednoro.engine.lane import schedule
+from fednoro.engine.request import Request
+from fednoro.engine.turns import Turns
+from fednoro.types import FloatArray, IntArray, Step, Task, Weights
+
+ASKED = 256  # images of a client in one batch without gradients
+
+
+@dataclass
+class CudaSite(EagerSite):
+    """One client's data on the GPU. Its work is queued on the lane's stream, and not yet done when a call returns."""
+
+    lane: CudaLane
+    turns: Turns | None = None  # where several clients are trained together,
+    theirs: torch.cuda.Stream | None = None  # and the stream of whoever sees to that
+
+    @property
+    def labels(self) -> Tensor:
+        return self.lane.upload(self.data.labels.cpu().numpy())
+
+    def _outputs(
+        self, weights: Weights, index: IntArray, u: NDArray[np.float32] | None = None, features: bool = False
+    ) -> Tensor:
+        """In parts of one size: cuDNN plans for every other, which takes longer than the images themselves."""
+        engine, n = self.engine, len(index)
+        size = min(ASKED, engine.evaluation_batch)
+        more = 0, -n % size
+        parts = torch.split(engine.upload(np.pad(index, more, mode="edge")), size)
+        drawn: Sequence[Tensor | None] = [None] * len(parts)
+        if u is not None:
+            drawn = torch.split(engine.upload(np.pad(u, (more, (0, 0)), mode="edge")), size)
+        return self.lane.logits(engine.images, weights, parts, drawn, features)[:n]
+
+    def to_array(self, tensor: Tensor) -> FloatArray:
+        """A tensor for `Reply.arrays`, copied when the lane gets there: to wait for it would keep other lanes idle."""
+        if self.lane.device.type != "cuda":
+            return super().to_array(tensor)
+        place = torch.empty(tensor.shape, dtype=torch.float64, pin_memory=True)
+        return place.copy_(tensor.detach().double(), non_blocking=True).numpy()
+
+    def train(
+        self,
+        task: Task,
+        loss: Callable[[Step], Tensor],
+        aux: Mapping[str, Tensor],
+        draws: int = 0,
+        epochs: int | None = None,
+        rows: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Weights, Tensor]:
+        """See `EagerSite.train`."""
+        count = self.engine.training.epochs if epochs is None else epochs
+        drawn = list(schedule(self.engine.seed, task, self.client, self.size, draws, count))
+        request = Request(task, self.data, loss, aux, draws, rows or {}, drawn, self.lane)
+        if self.turns is None:
+            return request.train_alone(self.engine.images)
+        with torch.cuda.stream(self.theirs):  # turns share a thread, and with it the current stream
+            return self.turns.ask(request)  # type: ignore[no-any-return]
