@@ -6,13 +6,11 @@ Whoever has clients and a way to ask them (`experiment` in this process, `flower
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from importlib import import_module
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +107,6 @@ class Setting:
     image: tuple[int, ...] | None = None  # H, W, C of what the model was trained on, where this process has seen it
 
 
-def preload(config: Config, *others: Callable[[], object]) -> None:
-    """Does in a thread of its own what will be needed later and takes long: others first, then imports."""
-
-    def load_all() -> None:
-        imports: list[Callable[[], object]] = [partial(import_module, name) for name in config.method.imports]
-        for needed in [*others, *imports]:
-            with suppress(Exception):  # whoever needs it will meet the same error
-                needed()
-
-    threading.Thread(target=load_all, name="fednoro preload", daemon=True).start()
-
-
 def drive(
     folder: RunFolder,
     config: Config,
@@ -144,7 +130,6 @@ def drive(
         memories: clients whose memory this process keeps, and so has to save.
     """
     options = config.train
-    preload(config)
     unsaved, reached, saver = 0, folder.snapshot(state, memories), Saver(folder)
     try:
         for turn in play(config.method, state, exchange, clients, evaluate, options.participation, options.failures):

@@ -8,16 +8,16 @@ is the noisy one.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
-from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]  # comes with scikit-learn
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
 
+from fednoro.mixture import fit_mixtures, starting_points
 from fednoro.types import BoolArray, FedNoRoWarning, FloatArray, UserError
 
 Behaviour = Literal["paper", "reference"]
@@ -25,7 +25,7 @@ Covariance = Literal["full", "diag", "spherical", "tied"]
 
 _REFERENCE_SEEDS = range(9)
 _LARGEST = 1e150  # a mixture squares its inputs: what is beyond float64 then is as broken as inf
-_MIXTURE = ("weights_", "means_", "precisions_cholesky_")  # what scikit-learn needs to predict
+_MIXTURE = ("weights_", "means_", "covariances_")
 _ARRAYS = ("noisy_", "scored_", "posterior_", "filled_", "normalised_", "low_", "high_")
 
 
@@ -59,7 +59,7 @@ class NoisyClientDetector:
         filled_: losses with missing classes filled, K×C; NaN rows for clients that cannot be scored.
         normalised_: what the mixture was fitted to, K×C.
         low_, high_: smallest and largest loss of each class, C; they scale the clients that come later.
-        mixture_: the chosen scikit-learn mixture, None where no two groups were found.
+        mixture_: the chosen mixture, None where no two groups were found.
         noisy_component_: the index of its noisy component.
         reason_: the outcome in one sentence.
     """
@@ -71,7 +71,7 @@ class NoisyClientDetector:
     normalised_: FloatArray
     low_: FloatArray
     high_: FloatArray
-    mixture_: Any
+    mixture_: Mixture | None
     noisy_component_: int
     reason_: str
 
@@ -151,9 +151,8 @@ class NoisyClientDetector:
         detector.mixture_, detector.noisy_component_ = None, state["noisy_component"]
         detector.reason_ = state["reason"]
         if state["mixture"] is not None:
-            detector.mixture_ = _mixture(2, covariance_type=detector.covariance)
-            for name in _MIXTURE:
-                setattr(detector.mixture_, name, np.array(state["mixture"][name], dtype=np.float64))
+            weights, means, covariances = (np.array(state["mixture"][name], dtype=np.float64) for name in _MIXTURE)
+            detector.mixture_ = Mixture(weights, means, covariances, detector.covariance)
         for name in _ARRAYS:
             dtype = np.bool_ if name in ("noisy_", "scored_") else np.float64
             setattr(detector, name, np.array(state[name], dtype=dtype))  # None becomes NaN
@@ -162,13 +161,13 @@ class NoisyClientDetector:
     def _split(self, points: FloatArray) -> str:
         """Chooses the mixture and its noisy component; says how it went."""
         paper = self.behaviour == "paper"
-        votes: list[tuple[list[bool], Any, int]] = []
+        votes: list[tuple[list[bool], Mixture, int]] = []
         for seed in (self.seed,) if paper else _REFERENCE_SEEDS:
             mixture = _fit_mixture(points, self.covariance, seed)
             if mixture is not None:
                 sizes = np.linalg.norm(mixture.means_, axis=1) if paper else mixture.means_.sum(axis=1)
                 noisy = int(np.argmax(sizes))
-                votes.append(((_posterior(mixture, noisy, points) > 0.5).tolist(), mixture, noisy))
+                votes.append(((mixture.predict_proba(points)[:, noisy] > 0.5).tolist(), mixture, noisy))
         if not votes:
             return "the mixture could not be fitted: nobody flagged"
         verdicts = [vote[0] for vote in votes]
@@ -185,7 +184,7 @@ class NoisyClientDetector:
         if self.mixture_ is None:
             posterior[finite] = 0.0
         elif finite.any():
-            posterior[finite] = _posterior(self.mixture_, self.noisy_component_, points[finite])
+            posterior[finite] = self.mixture_.predict_proba(points[finite])[:, self.noisy_component_]
         return ~(posterior <= 0.5), posterior
 
     def _check_fitted(self) -> None:
@@ -215,43 +214,58 @@ def _scale(losses: FloatArray, low: FloatArray, high: FloatArray) -> FloatArray:
     return scaled
 
 
-def _mixture(*args: Any, **kwargs: Any) -> Any:
-    from sklearn.mixture import GaussianMixture  # two seconds, for which a run without verdicts need not wait
+@dataclass(frozen=True)
+class Mixture:
+    """Two components, by scikit-learn's names and in its shapes."""
 
-    return GaussianMixture(*args, **kwargs)
+    weights_: FloatArray  # M
+    means_: FloatArray  # M×D
+    covariances_: FloatArray  # full M×D×D, tied D×D, diag M×D, spherical M
+    covariance: Covariance
 
+    def predict_proba(self, points: FloatArray) -> FloatArray:
+        """Posteriors of the components, K×M; NaN for a point that is too far from all of them."""
+        with np.errstate(all="ignore"):
+            log_joint = np.stack([self._log_joint(m, points) for m in range(len(self.weights_))], axis=1)
+            share = np.exp(log_joint - log_joint.max(axis=1, keepdims=True))
+            posterior: FloatArray = share / share.sum(axis=1, keepdims=True)
+        return posterior
 
-def _fit_mixture(points: FloatArray, covariance: Covariance, seed: int) -> Any:
-    """A scikit-learn mixture of two, None where the fit broke down."""
-    try:
-        with _quietly():
-            return _mixture(2, covariance_type=covariance, random_state=seed % 2**32).fit(points)
-    except ValueError:
-        return None
+    def covariance_of(self, component: int) -> FloatArray:
+        """One component's covariance as a matrix, D×D."""
+        if self.covariance == "tied":
+            return self.covariances_
+        given: FloatArray = self.covariances_[component]
+        return given if self.covariance == "full" else given * np.eye(self.means_.shape[1])
 
-
-def _posterior(mixture: Any, component: int, points: FloatArray) -> FloatArray:
-    with _quietly():  # NaN for a point that is too far from both components
-        posterior: FloatArray = mixture.predict_proba(points)[:, component]
-    return posterior
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the solver's warnings, as the verdicts show whether a split is of use, and on one thread.
-
-    Threads cost far more than they bring on tables of this size, and one thread adds up in one order.
-    """
-    from sklearn.exceptions import ConvergenceWarning
-
-    with _thread_pools().limit(limits=1), warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        yield
+    def _log_joint(self, component: int, points: FloatArray) -> FloatArray:
+        low = np.linalg.cholesky(self.covariance_of(component))
+        apart = np.linalg.solve(low, (points - self.means_[component]).T)
+        log_weight = np.log(self.weights_[component]) - np.log(np.diag(low)).sum()
+        log_joint: FloatArray = log_weight - (apart**2).sum(axis=0) / 2
+        return log_joint
 
 
-@functools.cache
-def _thread_pools() -> Any:
-    return ThreadpoolController()  # looks through all loaded libraries, so once is enough
+def _fit_mixture(points: FloatArray, covariance: Covariance, seed: int) -> Mixture | None:
+    """What scikit-learn's mixture of two would be with this seed, None where the fit broke down."""
+    if covariance == "tied":
+        return _fit_tied(points, seed)
+    fits = fit_mixtures(points, starting_points(points, [seed % 2**32]), covariance)
+    return None if fits.broken[0] else Mixture(fits.weights[0], fits.means[0], fits.covariances[0], covariance)
+
+
+def _fit_tied(points: FloatArray, seed: int) -> Mixture | None:
+    from sklearn.exceptions import ConvergenceWarning  # seconds, for which other runs need not wait
+    from sklearn.mixture import GaussianMixture
+
+    # Threads cost far more than they bring on tables of this size, and one thread adds up in one order.
+    with threadpool_limits(1), warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", ConvergenceWarning)  # the verdicts show whether a split is of use
+        try:
+            fit = GaussianMixture(2, covariance_type="tied", random_state=seed % 2**32).fit(points)
+        except ValueError:
+            return None
+    return Mixture(fit.weights_, fit.means_, fit.covariances_, "tied")
 
 
 def _listed(mask: BoolArray, names: Sequence[str] | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import nn
 
 from fednoro.aggregate import average
 from fednoro.clients import Client
-from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, preload, warnings_to
+from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, warnings_to
 from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.data.dataset import Dataset
 from fednoro.data.split import write_split
@@ -96,7 +97,7 @@ def free_folder(config: Config) -> Path:
 
 
 def _carry_on(folder: RunFolder, config: Config, hardware: Hardware, watcher: Watcher) -> Run:
-    preload(config, hardware.warm_up)
+    threading.Thread(target=hardware.warm_up, name="fednoro warm-up", daemon=True).start()
     with laboratory(config, watcher, hardware) as lab:
         if not (folder.path / "environment.json").exists():
             write_json(folder.path / "environment.json", environment(hardware.device))

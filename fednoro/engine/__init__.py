@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.functional import conv2d
 
 from fednoro.clients import Client
 from fednoro.data.dataset import Dataset
@@ -70,9 +72,12 @@ class Hardware:
             raise UserError(f"the eager engine computes in fp32, got precision {self.precision}: use engine=auto")
 
     def warm_up(self) -> None:
-        """Wakes the GPU and its compiler, which takes a second; an engine does it otherwise."""
-        if self.device.type == "cuda":
-            torch.zeros(1, device=self.device)
+        """Wakes the GPU, its libraries and its compiler, each of which takes a while at first use."""
+        if self.device.type != "cuda":
+            return
+        with suppress(Exception):  # an engine will meet the same error
+            x, kernel = torch.zeros(16, 64, 16, 16), torch.zeros(64, 64, 3, 3, requires_grad=True)
+            conv2d(x.to(self.device), kernel.to(self.device), padding=1).sum().backward()  # type: ignore[no-untyped-call]
             if self.precision == "bf16" and kernels.available():
                 kernels.warm_up(self.device)
 

@@ -28,7 +28,7 @@ from fednoro.engine.programs import (
     autocast,
     captured,
 )
-from fednoro.engine.streams import finish, stream
+from fednoro.engine.streams import stream
 from fednoro.models import Packed
 from fednoro.training import Training
 from fednoro.types import FedNoRoWarning, Step, Weights
@@ -221,7 +221,6 @@ class CudaLane(Lane):
             raise UnsuitableError("the network draws random numbers, and a captured step would repeat them")
         said = None if program.anchored is None else program.anchored[:0]
         self.rehearsed[program.key, size] = Rehearsal(program.passes[size], said)
-        finish(self.stream)
 
     def _rehearse_compiled(self, program: Program, size: int) -> None:
         self.cursor.zero_()  # the block may hold no more than one batch

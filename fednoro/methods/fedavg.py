@@ -31,7 +31,6 @@ class Method(Options):
 
     section: ClassVar[str] = "method"
     draws: ClassVar[int] = 0  # uniforms per image that `loss` wants in `step.u`
-    imports: ClassVar[tuple[str, ...]] = ()  # slow ones that are needed late: loaded in the background
 
     def check(self, rounds: int) -> None:
         """Raises a `UserError` where the options do not fit a run of `rounds`."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +49,6 @@ from fednoro.verdicts import judge, scoring_model, unscored, verdicts
 @dataclass(frozen=True)
 class FedNoRo(Method):
     """Finds noisy clients by per-class losses, distils on them, aggregates by distance to clean models."""
-
-    imports: ClassVar[tuple[str, ...]] = ("sklearn.mixture",)
 
     warmup: int = option(10, "rounds before the clients are judged (T1)", ge=1)
     lam_max: float = option(0.8, "largest weight of distillation against the given labels", ge=0, le=1)

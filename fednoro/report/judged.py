@@ -197,19 +197,10 @@ def _directions(detector: Any, normalised: FloatArray) -> Mixture | None:
     if detector.mixture_ is not None:
         for component in (1 - detector.noisy_component_, detector.noisy_component_):
             mean = (detector.mixture_.means_[component] - centre) @ axes.T
-            covariance = axes @ _covariance(detector.mixture_, component, detector.covariance) @ axes.T
+            covariance = axes @ detector.mixture_.covariance_of(component) @ axes.T
             values, vectors = np.linalg.eigh(covariance)
             angle = np.linspace(0, 2 * np.pi, 61)
             circle = np.stack([np.cos(angle), np.sin(angle)])
             outline = mean[:, None] + 2 * vectors @ (np.sqrt(np.maximum(values, 0))[:, None] * circle)
             ellipses.append(("noisy" if component == detector.noisy_component_ else "clean", outline.T))
     return Mixture((normalised - centre) @ axes.T, (float(shares[0]), float(shares[1])), tuple(ellipses))
-
-
-def _covariance(mixture: Any, component: int, kind: str) -> FloatArray:
-    given, size = mixture.covariances_, mixture.means_.shape[1]
-    if kind == "tied":
-        return np.asarray(given, dtype=np.float64)
-    if kind == "full":
-        return np.asarray(given[component], dtype=np.float64)
-    return np.asarray(np.eye(size) * given[component], dtype=np.float64)
