@@ -42,7 +42,7 @@ Start = Callable[..., ForkServerProcess]
 def start() -> Iterator[Start]:
     """Starts `target(*args)` in a process of its own."""
     context: ForkServerContext = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fednoro.experiment", "sklearn.datasets", "sklearn.mixture"])
+    context.set_forkserver_preload(["fednoro.experiment"])
     started: list[ForkServerProcess] = []
 
     def begin(target: Callable[..., Any], *args: str) -> ForkServerProcess:

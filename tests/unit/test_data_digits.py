@@ -62,3 +62,10 @@ def test_every_registered_source_says_in_one_line_what_it_is() -> None:
         assert 20 < len(line) < 110
         assert not line.startswith(f"{source.__name__}(")  # what dataclasses write where there is no docstring
         assert source.section == "data"
+
+
+def test_without_the_file_scikit_learn_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Digits().load(0)
+    monkeypatch.setattr("fednoro.data.digits.find_spec", lambda name: None)
+    found = Digits().load(0)
+    assert np.array_equal(found.images, expected.images) and np.array_equal(found.labels, expected.labels)
