@@ -76,10 +76,10 @@ class Hardware:
         if self.device.type != "cuda":
             return
         with suppress(Exception):  # an engine will meet the same error
-            x, kernel = torch.zeros(16, 64, 16, 16), torch.zeros(64, 64, 3, 3, requires_grad=True)
-            conv2d(x.to(self.device), kernel.to(self.device), padding=1).sum().backward()  # type: ignore[no-untyped-call]
+            _convolve(self.device, torch.float32)  # label noise is made in float32 whatever comes after
             if self.precision == "bf16" and kernels.available():
                 kernels.warm_up(self.device)
+                _convolve(self.device, torch.bfloat16)
 
     def engine(
         self,
@@ -112,3 +112,13 @@ class Hardware:
             message = "the eager engine in fp32, because the GPU's memory does not hold one network per stream"
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
             return EagerEngine(*given)
+
+
+def _convolve(device: torch.device, dtype: torch.dtype) -> None:
+    """One convolution as in each layer of a ResNet at 64 pixels, forward and backward."""
+    for width, side in ((64, 16), (128, 8), (256, 4), (512, 2)):
+        x = torch.zeros((16, width, side, side), dtype=dtype, device=device, requires_grad=True)
+        kernel = torch.zeros((width, width, 3, 3), dtype=dtype, device=device, requires_grad=True)
+        if dtype == torch.bfloat16:  # as engines lay it out
+            x, kernel = (tensor.to(memory_format=torch.channels_last) for tensor in (x, kernel))
+        conv2d(x, kernel, padding=1).sum().backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,6 @@ images. The last batch of an epoch has a graph of its own size.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -134,11 +133,14 @@ class CudaEngine(EagerEngine):
             self._widen(len(tasks))
         for window in self._windows(sorted(tasks)):
             answers = self._together(method, {k: tasks[k] for k in window})
-            for _, done in answers.values():
-                if done is not None:
+            # Clients in a stack are done at the same time; those on lanes are folded while others go on.
+            for part in [window] if self._stacking else [[k] for k in window]:
+                items, events = zip(*(answers.pop(k) for k in part), strict=True)
+                for done in filter(None, events):
                     torch.cuda.current_stream(self.device).wait_event(done)
-            replies = _looked_at([answers.pop(k)[0] for k in window], self.device)
-            yield from (replies.pop(0) for _ in window)  # one that is folded need not be held any longer
+                replies = _looked_at(items, self.device)
+                del items
+                yield from (replies.pop(0) for _ in part)  # one that is folded need not be held any longer
 
     def _windows(self, clients: Sequence[int]) -> Iterator[Sequence[int]]:
         """Clients who are asked at a time."""
@@ -164,8 +166,10 @@ class CudaEngine(EagerEngine):
         for lane in self.lanes:
             after(lane.stream, current(self.device))
         answers = self._by_turns(method, tasks) if self._stacking and len(tasks) > 1 and self._eager is None else {}
-        # The largest first, each to the lane with the least to do.
-        queue = sorted(tasks.keys() - answers.keys(), key=lambda k: (-len(self.clients[k].index), k))
+        # The largest first, each to the lane with the least to do. Where everybody has a lane, the smallest first: a
+        # lane takes no more than so many steps at a time, and nobody else would be served while one is full.
+        sign = 1 if len(tasks) <= len(self.lanes) else -1
+        queue = sorted(tasks.keys() - answers.keys(), key=lambda k: (sign * len(self.clients[k].index), k))
         queued = [0] * len(self.lanes)
         while queue:
             k = queue[0]
@@ -195,7 +199,9 @@ class CudaEngine(EagerEngine):
     def _by_turns(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """The work of all clients, which meet wherever they are to be trained; who could not be served is left out."""
         turns, here = dict[int, Turns](), current(self.device)
-        lanes = dict(zip(tasks, itertools.cycle(self.lanes), strict=False))
+        # Last batches of one size are one graph where they share a lane.
+        rests = {k: len(self.clients[k].index) % self.training.batch for k in tasks}
+        lanes = {k: self.lanes[rest % len(self.lanes)] for k, rest in rests.items()}
 
         def work(k: int) -> Reply:
             with torch.cuda.stream(lanes[k].stream):

@@ -19,6 +19,7 @@ from fednoro.types import FedNoRoWarning, UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ONE_GIB = 2**30
+needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def engine(hardware: Hardware) -> Any:
@@ -182,3 +183,12 @@ def test_the_data_need_not_be_a_power_of_two_for_the_share_of_memory(monkeypatch
     on_a_gpu(monkeypatch, 2 * data.images.nbytes - 1)
     with pytest.warns(FedNoRoWarning):
         assert type(engine(Hardware(CUDA))).__name__ == "Eager"
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=needs_cuda)])
+def test_warming_up_gives_no_error(device: torch.device) -> None:
+    Hardware(device, precision="bf16" if device == CUDA else "fp32").warm_up()
+    if device == CUDA:  # it keeps quiet about errors
+        for dtype in (torch.float32, torch.bfloat16):
+            fednoro.engine._convolve(device, dtype)
+        fednoro.engine.kernels.warm_up(device)
