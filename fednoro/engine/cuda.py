@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
@@ -165,59 +166,76 @@ class CudaEngine(EagerEngine):
         """Queues the work of all clients; the events say when each one's answer is there."""
         for lane in self.lanes:
             after(lane.stream, current(self.device))
-        answers = self._by_turns(method, tasks) if self._stacking and len(tasks) > 1 and self._eager is None else {}
-        # The largest first, each to the lane with the least to do. Where everybody has a lane, the smallest first: a
-        # lane takes no more than so many steps at a time, and nobody else would be served while one is full.
-        sign = 1 if len(tasks) <= len(self.lanes) else -1
-        queue = sorted(tasks.keys() - answers.keys(), key=lambda k: (sign * len(self.clients[k].index), k))
-        queued = [0] * len(self.lanes)
-        while queue:
-            k = queue[0]
-            if self._eager is not None:
-                answers[k] = next(self._eager.exchange(method, {k: tasks[k]})), None
-                queue.pop(0)
-                continue
-            number = queued.index(min(queued))
-            lane = self.lanes[number]
-            try:
-                with torch.cuda.stream(lane.stream):
-                    item: Reply | Failure = method.work(tasks[k], self._site(lane, self.clients[k]))
-            except torch.OutOfMemoryError:
-                self._shrink()
-                queued = [0] * len(self.lanes)
-                continue
-            except UnsuitableError as reason:
-                self._fall_back(str(reason))
-                continue
-            except Exception as error:
-                item = failure(k, error)
-            answers[k] = item, event(lane.stream)
-            queue.pop(0)
-            queued[number] += len(self.clients[k].index) + self.training.batch
+        answers = self._stacked(method, tasks) if self._stacking and len(tasks) > 1 and self._eager is None else {}
+        queue = sorted(tasks.keys() - answers.keys(), key=lambda k: (-len(self.clients[k].index), k))
+        while queue and self._eager is None:
+            answers |= self._in_lanes(method, {k: tasks[k] for k in queue})
+            queue = [k for k in queue if k not in answers]
+        for k in queue:
+            assert self._eager is not None
+            answers[k] = next(self._eager.exchange(method, {k: tasks[k]})), None
         return answers
 
-    def _by_turns(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
+    def _turns(self, method: Method, task: Task, client: int, lane: CudaLane, stacked: bool) -> Turns:
+        """A client's work that others can wait for, and be waited for by."""
+        here = current(self.device)
+
+        def work() -> Reply:
+            with torch.cuda.stream(lane.stream):
+                return method.work(task, CudaSite(self, lane, self.clients[client], turns, here, stacked))
+
+        turns = Turns(work)
+        return turns
+
+    def _answer(self, client: int, turns: Turns, lane: CudaLane) -> Answer:
+        """What came of it; raises where the engine has to go on in another way."""
+        if turns.error is None:
+            return turns.result, event(lane.stream)
+        if isinstance(turns.error, (torch.OutOfMemoryError, UnsuitableError)) or not isinstance(turns.error, Exception):
+            raise turns.error
+        return failure(client, turns.error), event(lane.stream)
+
+    def _in_lanes(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
+        """The work of all clients, in the order of `tasks`, each in the next lane that is free.
+
+        A few steps of each are queued in turn: a lane that has all it can hold would keep the others from their work.
+        Ends early where the engine has to go on in another way.
+        """
+        answers: dict[int, Answer] = {}
+        waiting, busy = list(tasks), dict[int, tuple[int, Turns]]()  # by lane
+        try:
+            while waiting or busy:
+                for number, lane in enumerate(self.lanes):
+                    if waiting and number not in busy:
+                        k = waiting.pop(0)
+                        busy[number] = k, self._turns(method, tasks[k], k, lane, stacked=False)
+                for number, (k, turns) in list(busy.items()):
+                    turns.go_on()
+                    if turns.done:
+                        del busy[number]
+                        answers[k] = self._answer(k, turns, self.lanes[number])
+        except BaseException as error:
+            for _, turns in busy.values():
+                turns.cancel()
+            if isinstance(error, torch.OutOfMemoryError):
+                self._shrink()
+            elif isinstance(error, UnsuitableError):
+                self._fall_back(str(error))
+            else:
+                raise
+        return answers
+
+    def _stacked(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """The work of all clients, which meet wherever they are to be trained; who could not be served is left out."""
-        turns, here = dict[int, Turns](), current(self.device)
         # Last batches of one size are one graph where they share a lane.
         rests = {k: len(self.clients[k].index) % self.training.batch for k in tasks}
         lanes = {k: self.lanes[rest % len(self.lanes)] for k, rest in rests.items()}
-
-        def work(k: int) -> Reply:
-            with torch.cuda.stream(lanes[k].stream):
-                return method.work(tasks[k], CudaSite(self, lanes[k], self.clients[k], turns[k], here))
-
-        for k in tasks:
-            turns[k] = Turns(partial(work, k))
-        meet(list(turns.values()), self._train)
+        everybody = {k: self._turns(method, task, k, lanes[k], stacked=True) for k, task in tasks.items()}
+        meet(list(everybody.values()), self._train)
         answers: dict[int, Answer] = {}
-        for k, turn in turns.items():
-            if isinstance(turn.error, (torch.OutOfMemoryError, UnsuitableError)):
-                continue
-            if turn.error is not None and not isinstance(turn.error, Exception):
-                raise turn.error
-            item = turn.result if turn.error is None else failure(k, turn.error)
-            answers[k] = item, event(lanes[k].stream)
+        for k, turns in everybody.items():
+            with suppress(torch.OutOfMemoryError, UnsuitableError):
+                answers[k] = self._answer(k, turns, lanes[k])
         return answers
 
     def _train(self, requests: Sequence[Request]) -> list[Any]:

@@ -34,6 +34,7 @@ from fednoro.training import Training
 from fednoro.types import FedNoRoWarning, Step, Weights
 
 ANCHORED = 512  # images that the anchor sees at once
+PAUSE = 16  # steps that are queued before others have their turn
 
 
 class CudaLane(Lane):
@@ -112,16 +113,18 @@ class CudaLane(Lane):
 
     # What runs
 
-    def run(self, program: Program, images: Images, weights: Weights, data: Inputs) -> Tensor:
-        """Trains one client; returns the sum of its losses."""
+    def run(self, program: Program, images: Images, weights: Weights, data: Inputs, pause: Callable[[], Any]) -> Tensor:
+        """Trains one client; returns the sum of its losses. `pause` is called now and then."""
         parts = list(blocks(data.sizes, self.block))
         for size in sorted(set(data.sizes), reverse=True):
             self._capture(program, images, weights, data, size, *parts[0][:2])
         self._begin(program, weights, data)
         for first, last, sizes in parts:
             self._prepare(program, images, data, first, last)
-            for size in sizes:
+            for number, size in enumerate(sizes, start=1):
                 program.graphs[size].replay()
+                if number % PAUSE == 0:
+                    pause()
         return self._end(program, data)
 
     def go_on(self, program: Program, images: Images, weights: Weights, data: Inputs, halfway: Halfway) -> Tensor:

@@ -53,11 +53,11 @@ class Request:
             where, y, order_there, u_there = map(lane.upload, (self.client.index, labels, order, u))
         return Inputs(where, y, order_there, u_there, self.rows, self.aux, sizes)
 
-    def train_alone(self, images: Images) -> tuple[Weights, Tensor]:
-        """In its lane."""
+    def train_alone(self, images: Images, pause: Callable[[], Any] = lambda: None) -> tuple[Weights, Tensor]:
+        """In its lane; `pause` is called between steps."""
         lane, data = self.lane, self.inputs()
         with torch.cuda.stream(lane.stream):
             program = lane.program(self.loss, data, self.draws)
-            total = lane.run(program, images, self.task.weights, data)
+            total = lane.run(program, images, self.task.weights, data, pause)
             weights = lane.weights_after(program, self.task.weights, data.sizes)
             return weights, total / max(self.size * len(self.epochs), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,9 @@ class CudaSite(EagerSite):
     """One client's data on the GPU. Its work is queued on the lane's stream, and not yet done when a call returns."""
 
     lane: CudaLane
-    turns: Turns | None = None  # where several clients are trained together,
-    theirs: torch.cuda.Stream | None = None  # and the stream of whoever sees to that
+    turns: Turns | None = None  # where others work meanwhile,
+    theirs: torch.cuda.Stream | None = None  # the stream of whoever sees to that,
+    stacked: bool = False  # and whether several are trained together
 
     @property
     def labels(self) -> Tensor:
@@ -65,7 +67,13 @@ class CudaSite(EagerSite):
         count = self.engine.training.epochs if epochs is None else epochs
         drawn = list(schedule(self.engine.seed, task, self.client, self.size, draws, count))
         request = Request(task, self.data, loss, aux, draws, rows or {}, drawn, self.lane)
+        if self.stacked:
+            return self._ask(request)  # type: ignore[no-any-return]
+        return request.train_alone(self.engine.images, self._ask)
+
+    def _ask(self, request: Request | None = None) -> Any:
+        """Lets others work, until the request is fulfilled."""
         if self.turns is None:
-            return request.train_alone(self.engine.images)
+            return None
         with torch.cuda.stream(self.theirs):  # turns share a thread, and with it the current stream
-            return self.turns.ask(request)  # type: ignore[no-any-return]
+            return self.turns.ask(request)

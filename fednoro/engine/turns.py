@@ -24,11 +24,11 @@ class Turns:
         self.result: Any = None
         self.error: BaseException | None = None
         self._cancelled = False
-        self._work = greenlet(lambda _: self._run(work))
+        self._work: Any = greenlet(lambda _: self._run(work))
 
     @property
     def done(self) -> bool:
-        return bool(self._work.dead)
+        return self._work is None
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
@@ -40,12 +40,15 @@ class Turns:
         """Lets the work run until it asks or ends."""
         self.request = None
         self._work.switch(answer)
+        if self._work.dead:
+            self._work = None  # which would keep this object, and with it the result, until rubbish is collected
 
     def cancel(self) -> None:
         """Ends the work: from now on nothing that it asks for is answered."""
         self._cancelled = True
         if self._work:  # it has begun
             self._work.switch()
+        self._work = None
 
     def ask(self, request: Any) -> Any:
         """Called by the work: waits for the answer. An exception as an answer is raised here."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -107,3 +109,28 @@ def test_what_a_work_has_open_stays_open_while_it_waits() -> None:
     everybody = {name: Turns(partial(work, name)) for name in "ab"}
     meet(list(everybody.values()), lambda requests: [f"{request} heard" for request in requests])
     assert log == ["a opens", "b opens", "a heard", "a closes", "b heard", "b closes"]
+
+
+def test_when_it_is_over_nothing_is_kept() -> None:
+    """Results are models, and rubbish is collected too seldom for these."""
+
+    class Model:
+        pass
+
+    def work(turns: list[Turns]) -> Model:
+        model = Model()
+        kept.append(weakref.ref(model))
+        turns[0].ask(1)
+        return model
+
+    kept: list[weakref.ref[Model]] = []
+    gc.disable()
+    try:
+        own: list[Turns] = []
+        own.append(Turns(partial(work, own)))
+        meet(own, lambda requests: list(requests))
+        assert own[0].done and kept[0]() is own[0].result is not None
+        own.clear()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
