@@ -6,7 +6,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -114,7 +114,8 @@ def laboratory(config: Config, watcher: Watcher, hardware: Hardware | None = Non
         dataset = config.data.load(config.seed, watcher.progress)
         lab = Lab(config, dataset, hardware, watcher)
         net = lab.initial  # before the annotators: a model that cannot be built fails at once
-    with worthwhile_threads(net, (config.train.batch, lab.inputs, *dataset.images.shape[1:3])):
+    batch = (config.train.batch, lab.inputs, *dataset.images.shape[1:3])
+    with worthwhile_threads(net, batch) if hardware.device.type == "cpu" else nullcontext():
         yield lab
 
 

@@ -24,7 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
@@ -169,7 +169,8 @@ def _ensure(plan: Plan, home: str | None, progress: Progress | None) -> tuple[Pa
 
 def _fingerprint(plan: Plan, stamps: list[tuple[int, int] | None]) -> str:
     recipe = plan.recipe
-    files = [(*astuple(record), stamp) for record, stamp in zip(recipe.records, stamps, strict=True)]
+    records = zip(recipe.records, stamps, strict=True)
+    files = [(r.path, r.label, r.id, r.site, r.group, stamp) for r, stamp in records]
     settings = sorted(recipe.settings.items())
     inputs = [manifest.VERSION, str(recipe.tree.path), recipe.name, recipe.classes, recipe.shape, settings]
     return hashlib.sha256(json.dumps([*inputs, files, list(plan.left_out)]).encode()).hexdigest()

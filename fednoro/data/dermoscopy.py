@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from posixpath import basename, splitext
 
 from fednoro.data.archive import Member, Tree, open_tree
 from fednoro.data.cache import Plan, Recipe, Record
@@ -73,7 +74,8 @@ def find_images(tree: Tree, wanted: Callable[[str], bool]) -> tuple[Tree, dict[s
 def _by_id(tree: Tree, wanted: Callable[[str], bool]) -> dict[str, str]:
     names = [name for name in tree.names if name.lower().endswith((".jpg", ".jpeg"))]
     # Backwards, so that the first of several copies stays.
-    return {plain(PurePosixPath(name).stem): name for name in reversed(names) if wanted(f"{tree.path.name}/{name}")}
+    found = [name for name in reversed(names) if wanted(f"{tree.path.name}/{name}")]
+    return {plain(splitext(basename(name))[0]): name for name in found}
 
 
 def plain(image: str) -> str:
@@ -84,7 +86,7 @@ def plain(image: str) -> str:
 def find_table(tree: Tree, *names: str) -> tuple[str, bytes] | None:
     """Where the first of these files is, in the tree or beside it, and its content."""
     for wanted in names:
-        inside = [name for name in tree.names if PurePosixPath(name).name == wanted]
+        inside = [name for name in tree.names if basename(name) == wanted]
         if inside:
             name = min(inside, key=lambda name: name.count("/"))
             file = f"{tree.path}/{name}"

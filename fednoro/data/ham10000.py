@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from posixpath import basename
 from typing import ClassVar, Literal
 
 from fednoro.data import cache
@@ -82,8 +83,7 @@ class Ham10000(Options):
 
 def _is_ours(name: str) -> bool:
     """Any image that is named as the archive's are, and any zip that is named after it."""
-    base = PurePosixPath(name).name
-    return bool(re.match(r"ISIC_.*\.jpe?g$|ham10000.*\.zip$", base, re.IGNORECASE))
+    return bool(re.match(r"ISIC_.*\.jpe?g$|ham10000.*\.zip$", basename(name), re.IGNORECASE))
 
 
 def _records(content: bytes, file: str, classes: int) -> list[Record]:
