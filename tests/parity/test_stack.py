@@ -64,6 +64,13 @@ CLOSE = Tolerance(1e-4, 1e-2, 2.1, 1e-3, 1e-3)
 
 
 @pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU room for some hundred images, and not for a GiB of them."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("fednoro.engine.stack.PREPARED", 2**22)
+
+
+@pytest.fixture(autouse=True)
 def tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TOLERANCES, "fp32", CLOSE)
 
