@@ -7,6 +7,7 @@ their own and end with the test, however it ends.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -252,10 +253,11 @@ def test_killed_node_and_killed_coordinator_cost_no_finished_round(federation: F
     assert rounds(folder) == [1, 2, 3]
     assert (folder / "rounds.jsonl").read_text().splitlines()[:2] == finished[:2]
     assert json.loads((folder / "sites.json").read_text())["sites"] == ["0", "1", "2"]
-    last = [line.split(",") for line in (folder / "clients.csv").read_text().splitlines() if line[0] == "3"]
+    last = [row for row in csv.reader((folder / "clients.csv").read_text().splitlines()) if row[0] == "3"]
     assert [row[2] for row in last] == ["0", "1", "2"] and any(row[3] == "ok" for row in last)
-    # Flower may lose a message to a node that was still busy for the lost run; then the round goes on without it.
-    assert all(row[3] == "ok" or "no answer" in row[-1] for row in last)
+    # Flower may lose a message to a node that was still busy for the lost run, or forget a node for a while; then the
+    # round goes on without it.
+    assert all(row[3] == "ok" or row[-1].startswith(("no answer", "not connected")) for row in last), last
 
 
 def assert_back(federation: Federation) -> None:
