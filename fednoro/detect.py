@@ -151,6 +151,10 @@ class NoisyClientDetector:
         detector.mixture_, detector.noisy_component_ = None, state["noisy_component"]
         detector.reason_ = state["reason"]
         if state["mixture"] is not None:
+            if "covariances_" not in state["mixture"]:
+                raise UserError(
+                    "the verdicts of this run are an earlier version's, which cannot judge clients who come late"
+                )
             weights, means, covariances = (np.array(state["mixture"][name], dtype=np.float64) for name in _MIXTURE)
             detector.mixture_ = Mixture(weights, means, covariances, detector.covariance)
         for name in _ARRAYS:
@@ -251,7 +255,14 @@ def _fit_mixture(points: FloatArray, covariance: Covariance, seed: int) -> Mixtu
     if covariance == "tied":
         return _fit_tied(points, seed)
     fits = fit_mixtures(points, starting_points(points, [seed % 2**32]), covariance)
-    return None if fits.broken[0] else Mixture(fits.weights[0], fits.means[0], fits.covariances[0], covariance)
+    if fits.broken[0]:
+        return None
+    mixture = Mixture(fits.weights[0], fits.means[0], fits.covariances[0], covariance)
+    try:
+        mixture.predict_proba(points)
+    except np.linalg.LinAlgError:  # all but singular: LAPACK sees it otherwise
+        return None
+    return mixture
 
 
 def _fit_tied(points: FloatArray, seed: int) -> Mixture | None:

@@ -97,7 +97,7 @@ def free_folder(config: Config) -> Path:
 
 
 def _carry_on(folder: RunFolder, config: Config, hardware: Hardware, watcher: Watcher) -> Run:
-    threading.Thread(target=hardware.warm_up, name="fednoro warm-up", daemon=True).start()
+    threading.Thread(target=hardware.warm_up, name="fednoro warm-up").start()
     with laboratory(config, watcher, hardware) as lab:
         if not (folder.path / "environment.json").exists():
             write_json(folder.path / "environment.json", environment(hardware.device))

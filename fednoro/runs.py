@@ -149,6 +149,7 @@ class RunFolder:
 
     def snapshot(self, state: State, clients: Mapping[int, Client]) -> Snapshot:
         """This moment, to be saved now or later."""
+        finish(current(state.model.values.device))  # whoever copies it need not wait for what comes after
         memories = {k: dict(client.memory) for k, client in clients.items()}
         return Snapshot(state, memories, {name: _size(self.path / name) for name in LOGS})
 
@@ -228,7 +229,6 @@ class Saver:
     def write(self, snapshot: Snapshot) -> None:
         """Begins to write; raises what went wrong with the one before."""
         self.wait()
-        finish(current(snapshot.state.model.values.device))  # what the thread copies must be there
         self._pending = self._thread.submit(self._folder.write, snapshot)
 
     def wait(self) -> None:
@@ -304,12 +304,13 @@ def _size(path: Path) -> int:
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies, because safetensors refuses tensors that share storage; from a GPU past whatever it is busy with."""
     copies, streams = dict[str, Tensor](), dict[torch.device, Any]()
+    for device in {tensor.device for tensor in tensors.values()}:
+        streams[device] = stream(device, priority=-1)
     for name, tensor in tensors.items():
-        value = tensor.detach().contiguous()
-        beside = streams.setdefault(value.device, stream(value.device, priority=-1))
+        beside = streams[tensor.device]
         with torch.cuda.stream(beside):
-            copies[name] = torch.empty_like(value, device="cpu", pin_memory=beside is not None)
-            copies[name].copy_(value, non_blocking=beside is not None)
+            copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=beside is not None)
+            copies[name].copy_(tensor.detach(), non_blocking=beside is not None)
     for beside in streams.values():
         finish(beside)
     return copies
@@ -321,7 +322,9 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
         save_file(dict(tensors), path, dict(metadata))
     except SafetensorError as error:
         known = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(known[1]), os.strerror(int(known[1]))) if known else error from error
+        if known is None:
+            raise
+        raise OSError(int(known[1]), os.strerror(int(known[1]))) from error
 
 
 def _checksum(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:

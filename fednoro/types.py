@@ -44,7 +44,7 @@ class Weights:
         import torch
 
         counters = self.counters if self.counters.numel() else self.counters.new_zeros(1)
-        return torch.stack([*torch.aminmax(self.values), counters.min().to(self.values)]).double()
+        return torch.stack([*torch.aminmax(self.values), counters.min().to(self.values)])
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,9 @@ class Digits(Options):
 def scikit_learns_digits() -> tuple[FloatArray, IntArray]:
     """Pixels from 0 to 16, N×64, and classes; from its file if possible: the import alone takes a second."""
     found = find_spec("sklearn")
-    folders = found.submodule_search_locations if found is not None else None
-    file = Path(folders[0] if folders else "") / "datasets" / "data" / "digits.csv.gz"
-    if not file.is_file():
+    folders = (found.submodule_search_locations if found is not None else None) or []
+    file = next((Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders), None)
+    if file is None or not file.is_file():
         from sklearn.datasets import load_digits
 
         pixels, target = load_digits(return_X_y=True)

@@ -75,7 +75,7 @@ class Hardware:
         """Wakes the GPU, its libraries and its compiler, each of which takes a while at first use."""
         if self.device.type != "cuda":
             return
-        with suppress(Exception):  # an engine will meet the same error
+        with suppress(Exception), torch.cuda.device(self.device):  # an engine will meet the same error
             _convolve(self.device, torch.float32)  # label noise is made in float32 whatever comes after
             if self.precision == "bf16" and kernels.available():
                 kernels.warm_up(self.device)

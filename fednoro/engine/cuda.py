@@ -36,7 +36,7 @@ from fednoro.engine.site import CudaSite
 from fednoro.engine.stack import PREPARED, Stack
 from fednoro.engine.stacked_kernels import SLOTS
 from fednoro.engine.stacked_net import stackable
-from fednoro.engine.streams import after, current, event, synchronize
+from fednoro.engine.streams import after, current, event, finish, release_memory, synchronize
 from fednoro.engine.turns import Turns, meet
 from fednoro.methods import Method
 from fednoro.training import Training
@@ -77,6 +77,7 @@ class CudaEngine(EagerEngine):
         self.device, self.seed, self.training, self.precision = device, seed, training, precision
         self.classes = len(dataset.classes)
         self._eager: EagerEngine | None = None  # what goes on where graphs cannot
+        self._counts: dict[int, tuple[Any, Tensor]] = {}  # by client: labels, and how many of each class they are
         self.serve(clients)
         self.images = Images(dataset.images, inputs, training.augment, device)
         self.shape = (inputs, *dataset.images.shape[1:3])
@@ -92,7 +93,6 @@ class CudaEngine(EagerEngine):
         self.lanes = [self.lane]
         self.stacks: list[Stack] = []
         self._apart: set[Any] = set()  # kinds of step that cannot be stacked
-        self._counts: dict[int, tuple[Any, Tensor]] = {}  # by client: labels, and how many of each class they are
         small = self.shape[1] * self.shape[2] <= STACKED_PIXELS
         self._stacking = suitable and (
             (self.lane.fused and small and not compiled and lanes is None) if stacked is None else stacked
@@ -106,12 +106,13 @@ class CudaEngine(EagerEngine):
             while len(self.lanes) < min(clients, self.most):
                 self.lanes.append(self._make(self.lane))
         except torch.OutOfMemoryError:
-            del self.lanes[-(len(self.lanes) // 2) :]  # room for what the steps themselves need
+            del self.lanes[-(-len(self.lanes) // 2) :]  # room for what the steps themselves need
             self.most = len(self.lanes)
-            torch.cuda.empty_cache()
+            release_memory()
 
     def serve(self, clients: Iterable[Client]) -> None:
         super().serve(clients)
+        self._counts.clear()
         if self._eager is not None:
             self._eager.serve(self.clients.values())
 
@@ -123,10 +124,7 @@ class CudaEngine(EagerEngine):
         return f"cuda graphs on {self.most} streams of {self.device}, {self.precision}"
 
     def site(self, client: Client) -> EagerSite:
-        return self._site(self.lane, client) if self._eager is None else self._eager.site(client)
-
-    def _site(self, lane: CudaLane, client: Client) -> EagerSite:
-        return CudaSite(self, lane, client)
+        return CudaSite(self, self.lane, client) if self._eager is None else self._eager.site(client)
 
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
         """Each client's answer, in client order; a client that raises becomes a `Failure`."""
@@ -217,25 +215,35 @@ class CudaEngine(EagerEngine):
         except BaseException as error:
             for _, turns in busy.values():
                 turns.cancel()
-            if isinstance(error, torch.OutOfMemoryError):
-                self._shrink()
-            elif isinstance(error, UnsuitableError):
-                self._fall_back(str(error))
-            else:
+            if not isinstance(error, (torch.OutOfMemoryError, UnsuitableError)):
                 raise
+            full, reason = isinstance(error, torch.OutOfMemoryError), str(error)
+        else:
+            return answers
+        # Out here, where no error holds what is to be let go.
+        busy.clear()
+        del turns
+        if full:
+            self._shrink()
+        else:
+            self._fall_back(reason)
         return answers
 
     def _stacked(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """The work of all clients, which meet wherever they are to be trained; who could not be served is left out."""
-        # Last batches of one size are one graph where they share a lane.
+        # Last batches of one size are one graph where they share a lane; of few sizes, one for each lane.
         rests = {k: len(self.clients[k].index) % self.training.batch for k in tasks}
-        lanes = {k: self.lanes[rest % len(self.lanes)] for k, rest in rests.items()}
+        sizes = sorted(set(rests.values()))
+        places = map(sizes.index, rests.values()) if len(sizes) >= len(self.lanes) else range(len(rests))
+        lanes = {k: self.lanes[place % len(self.lanes)] for k, place in zip(rests, places, strict=True)}
         everybody = {k: self._turns(method, task, k, lanes[k], stacked=True) for k, task in tasks.items()}
         meet(list(everybody.values()), self._train)
         answers: dict[int, Answer] = {}
         for k, turns in everybody.items():
             with suppress(torch.OutOfMemoryError, UnsuitableError):
                 answers[k] = self._answer(k, turns, lanes[k])
+        if len(answers) < len(tasks):
+            synchronize(self.device)  # whoever is left goes on in another lane
         return answers
 
     def _train(self, requests: Sequence[Request]) -> list[Any]:
@@ -302,7 +310,7 @@ class CudaEngine(EagerEngine):
     def _unstack(self, reason: str) -> None:
         synchronize(self.device)
         self.stacks, self._stacking, self.most = [], False, STREAMS
-        torch.cuda.empty_cache()
+        release_memory()
         warnings.warn(f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2)
 
     def _shrink(self) -> None:
@@ -315,7 +323,7 @@ class CudaEngine(EagerEngine):
             return
         del self.lanes[-(len(self.lanes) // 2) :]
         self.most = len(self.lanes)
-        torch.cuda.empty_cache()
+        release_memory()
         message = f"the GPU's memory ran out: going on with {len(self.lanes)} streams"
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
 
@@ -325,7 +333,7 @@ class CudaEngine(EagerEngine):
             lane.programs.clear()
         del self.lanes[1:]
         self.stacks, self._stacking = [], False
-        torch.cuda.empty_cache()
+        release_memory()
         warnings.warn(f"going on with the eager engine in fp32: {reason}", FedNoRoWarning, stacklevel=2)
         self._eager = EagerEngine(*self._given, images=self.images)
         self._eager.clients = self.clients
@@ -342,25 +350,27 @@ class CudaEngine(EagerEngine):
 
 def _looked_at(items: Sequence[Reply | Failure], device: torch.device) -> list[Reply | Failure]:
     """The same with all numbers that the host wants to know: one transfer, because each is a wait for the GPU."""
+
+    def there(value: float | Tensor) -> TypeGuard[Tensor]:
+        return isinstance(value, Tensor) and value.ndim == 0 and value.device.type == device.type
+
+    def sound(weights: Weights | None) -> TypeGuard[Weights]:
+        return weights is not None and weights.values.numel() > 0 and weights.values.device.type == device.type
+
     seen: list[Tensor] = []
     for item in items:
         if isinstance(item, Reply):
-            seen += [value.detach().double().view(1) for value in item.metrics.values() if _number(value)]
-            seen += [] if item.weights is None else [item.weights.extent()]
-    numbers = iter(torch.cat(seen).tolist() if seen else ())
-    if not seen:
-        synchronize(device)  # arrays are read on the host
+            seen += [value.detach().view(1) for value in item.metrics.values() if there(value)]
+            seen += [item.weights.extent()] if sound(item.weights) else []
+    numbers = iter(torch.cat([values.double() for values in seen]).tolist() if seen else ())
+    finish(current(device))  # arrays are read on the host as well
 
     def told(reply: Reply) -> Reply:
-        metrics = {name: next(numbers) if _number(value) else value for name, value in reply.metrics.items()}
-        extent = None if reply.weights is None else (next(numbers), next(numbers), next(numbers))
+        metrics = {name: next(numbers) if there(value) else value for name, value in reply.metrics.items()}
+        extent = (next(numbers), next(numbers), next(numbers)) if sound(reply.weights) else None
         return replace(reply, metrics=metrics, extent=extent)
 
     return [told(item) if isinstance(item, Reply) else item for item in items]
-
-
-def _number(value: float | Tensor) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def _equal_parts(count: int, most: int) -> int:

@@ -40,6 +40,9 @@ PAUSE = 16  # steps that are queued before others have their turn
 class CudaLane(Lane):
     """A lane with a stream, and the fixed places that its graphs read and write."""
 
+    pattern: Packed  # of more lanes
+    rehearsed: dict[Any, Rehearsal]
+
     def __init__(
         self,
         net: nn.Module | CudaLane,  # or another lane with such a network
@@ -52,14 +55,17 @@ class CudaLane(Lane):
         self.device, self.precision, self.training = device, precision, training
         self.channels_last = precision != "fp32"
         self.fused = precision == "bf16" and device.type == "cuda" and kernels.available()
-        like = net if isinstance(net, CudaLane) else None
-        self.net = net.net.twin() if isinstance(net, CudaLane) else Packed(net, device, self.channels_last)
+        if isinstance(net, CudaLane):
+            self.pattern, self._host_counts, self.rehearsed = net.pattern, net._host_counts, net.rehearsed
+            self.net = self.pattern.twin()
+        else:
+            self.net = Packed(net.train(), device, self.channels_last)
+            self._host_counts = _stop_counting(self.net)
+            self.pattern = self.net.shared()  # one that has been trained may resist to be copied
+            self.rehearsed = {}
         self.anchor = self.net.twin()
         self.anchor.net.eval().requires_grad_(False)
         self._anchored: Tensor | None = None
-        self.net.net.train()
-        stopped = _stop_counting(self.net) and _stop_counting(self.anchor)
-        self._host_counts = stopped if like is None else like._host_counts
         self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
         self.trained: Any = self.net.net
         self.teacher: Any = self.anchor.net
@@ -77,7 +83,6 @@ class CudaLane(Lane):
             self.forward = self.trained.compiled() if half else torch.compile(self.trained, dynamic=False)
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.rehearsed: dict[Any, Rehearsal] = {} if like is None else like.rehearsed
         channels, height, width = shape
         layout = (height, width, channels) if self.channels_last else shape
         self.block = room(channels * height * width, training.batch)
@@ -119,11 +124,13 @@ class CudaLane(Lane):
         for size in sorted(set(data.sizes), reverse=True):
             self._capture(program, images, weights, data, size, *parts[0][:2])
         self._begin(program, weights, data)
+        queued = 0
         for first, last, sizes in parts:
             self._prepare(program, images, data, first, last)
-            for number, size in enumerate(sizes, start=1):
+            for size in sizes:
                 program.graphs[size].replay()
-                if number % PAUSE == 0:
+                queued += 1
+                if queued % PAUSE == 0:
                     pause()
         return self._end(program, data)
 

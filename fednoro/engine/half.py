@@ -27,8 +27,7 @@ class Half(nn.Module):
         self.packed_values = packed.values
         # A copy of everything, of which convolutions and linear layers use their part.
         self.values = packed.values.to(torch.bfloat16)
-        every = (*packed.net.parameters(), *packed.net.buffers())
-        net = copy.deepcopy(packed.net, {id(tensor): tensor for tensor in every})
+        net = packed.shared().net
         places = {id(p): view for p, view in zip(packed.tensors, packed.views_of(self.values), strict=True)}
         made: dict[int, nn.Parameter] = {}
         for module in net.modules():

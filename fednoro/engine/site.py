@@ -75,5 +75,6 @@ class CudaSite(EagerSite):
         """Lets others work, until the request is fulfilled."""
         if self.turns is None:
             return None
-        with torch.cuda.stream(self.theirs):  # turns share a thread, and with it the current stream
+        # Turns share a thread, and with it the current stream and whether there are gradients.
+        with torch.cuda.stream(self.theirs), torch.enable_grad():
             return self.turns.ask(request)

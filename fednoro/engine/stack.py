@@ -92,10 +92,11 @@ class Participant:
 
     def passes(self, norms: int) -> NDArray[np.int64]:
         """How often each norm has seen a batch."""
-        batch, epochs, rest = self.stack.training.batch, len(self.request.epochs), self.request.size
-        seen = epochs * (rest // batch) * np.array(self.shared.passes.get(batch, [0]))
-        if rest % batch > 1 and epochs:
-            seen = seen + epochs * np.array(self.alone.passes[rest % batch])
+        batch, epochs = self.stack.training.batch, len(self.request.epochs)
+        full, rest = divmod(self.request.size, batch)
+        seen = epochs * full * np.array(self.shared.passes.get(batch, [0]))
+        if rest > 1 and epochs:
+            seen = seen + epochs * np.array(self.alone.passes[rest])
         return np.broadcast_to(seen, norms).astype(np.int64)
 
 
@@ -105,12 +106,12 @@ class Stack:
     def __init__(self, lane: CudaLane, shape: tuple[int, ...], training: Training, slots: int) -> None:
         self.device, self.training, self.slots, self.upload = lane.device, training, slots, lane.upload
         device, batch = self.device, training.batch
-        packed = lane.net.twin()
+        packed = lane.pattern.twin()
         self.precision = lane.precision
         half = self.precision == "bf16"
         self.nets = StackedNet(packed, slots, torch.bfloat16 if half else torch.float32)
         self.packed, self.width = packed, len(packed.values)
-        self.anchor = lane.net.twin()
+        self.anchor = lane.pattern.twin()
         self.anchor.net.eval().requires_grad_(False)
         self.teacher: Any = Half(self.anchor) if half else self.anchor.net
         self._anchored: Tensor | None = None

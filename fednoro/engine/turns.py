@@ -1,7 +1,7 @@
 """Work of several clients that takes turns: each goes on until it asks for something, and waits for the answer.
 
-Methods are plain functions, and only a greenlet can be left in the middle of one and entered again: threads could as
-well, but to wake one takes longer than what most clients do in their turn.
+Methods are plain functions, which are left in the middle and entered again by greenlets: threads could do that as well,
+but to wake one takes longer than what most clients do in their turn.
 """
 
 from __future__ import annotations
@@ -65,14 +65,20 @@ class Turns:
 
 def meet(everybody: Sequence[Turns], answer: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
     """Runs all work to its end; `answer` gets the requests of all who wait at a time."""
+
+    def heard(turns: Turns, said: Any = None) -> None:
+        turns.go_on(said)
+        if turns.error is not None and not isinstance(turns.error, Exception):  # Ctrl-C
+            raise turns.error
+
     try:
         for turns in everybody:
-            turns.go_on()
+            heard(turns)
         while waiting := [turns for turns in everybody if not turns.done]:
             answers = answer([turns.request for turns in waiting])
             for turns, said in zip(waiting, answers, strict=True):
-                turns.go_on(said)
-    except BaseException:  # Ctrl-C among them
+                heard(turns, said)
+    except BaseException:
         for turns in everybody:
             turns.cancel()
         raise

@@ -53,6 +53,14 @@ class Packed:
             self._order = there, torch.empty_like(where).index_copy_(0, there.long(), where)
         self.norms = _norms(self.net)
 
+    def shared(self) -> Packed:
+        """The same network once more, over the same vector."""
+        other = copy.copy(self)
+        every = (*self.net.parameters(), *self.net.buffers())
+        other.net = copy.deepcopy(self.net, {id(tensor): tensor for tensor in every})
+        other.norms = _norms(other.net)
+        return other
+
     def twin(self) -> Packed:
         """One more network of this kind with a vector of its own, to be loaded: no weights are copied."""
         other = copy.copy(self)

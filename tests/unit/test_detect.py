@@ -394,3 +394,23 @@ def test_the_order_of_classes_and_clients_does_not_matter(
 def test_a_seed_beyond_32_bits_still_finds_the_noisy_clients() -> None:
     losses = np.concatenate([np.full((6, 3), 0.2), np.full((4, 3), 2.0)]) + np.linspace(0, 0.1, 30).reshape(10, 3)
     assert NoisyClientDetector(seed=2**40).fit(losses).noisy_.tolist() == [False] * 6 + [True] * 4
+
+
+def test_losses_of_any_size_are_judged_or_flag_nobody() -> None:
+    """Covariances of few clients with huge losses are all but singular."""
+    for seed in range(60):
+        losses = np.random.default_rng(seed).random((12, 6)) ** 4 * 1e7
+        detector = NoisyClientDetector(normalise=False, seed=seed).fit(losses)
+        assert detector.noisy_.shape == (12,) and np.isfinite(detector.posterior_).all()
+
+
+def test_verdicts_of_an_earlier_version_are_refused_in_one_line() -> None:
+    state = NoisyClientDetector().fit(np.random.default_rng(0).random((8, 3))).to_dict()
+    assert state["mixture"] is not None
+    state["mixture"] = {
+        "weights_": [0.5, 0.5],
+        "means_": [[0.0] * 3] * 2,
+        "precisions_cholesky_": [np.eye(3).tolist()] * 2,
+    }
+    with pytest.raises(UserError, match="an earlier version's"):
+        NoisyClientDetector.from_dict(state)

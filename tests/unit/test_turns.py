@@ -74,7 +74,7 @@ def test_work_that_does_not_give_up_is_ended_and_work_that_has_not_begun_never_b
             except UnansweredError:
                 heard.append("refused")
 
-    def interrupted() -> None:
+    def interrupted(_: object = None) -> None:
         raise KeyboardInterrupt
 
     turns, late = Turns(stubborn), adding([1], heard, "late")
@@ -84,13 +84,15 @@ def test_work_that_does_not_give_up_is_ended_and_work_that_has_not_begun_never_b
     assert turns.done and turns.error is None and heard == ["refused"] * 3
 
 
-def test_ctrl_c_while_work_runs_is_its_error() -> None:
+def test_ctrl_c_while_work_runs_ends_all_work() -> None:
     def work() -> None:
         raise KeyboardInterrupt
 
-    turns = Turns(work)
-    meet([turns], lambda requests: list(requests))
-    assert isinstance(turns.error, KeyboardInterrupt)
+    log: list[str] = []
+    others = [adding([1], log, "a"), adding([2], log, "b")]
+    with pytest.raises(KeyboardInterrupt):
+        meet([others[0], Turns(work), others[1]], lambda requests: list(requests))
+    assert log == ["a asks 1"] and all(turns.done for turns in others)
 
 
 def test_what_a_work_has_open_stays_open_while_it_waits() -> None:
