@@ -125,3 +125,14 @@ def test_others_have_their_turn_after_so_many_steps_however_many_fit_into_a_bloc
     request = Request(task, client, Method().loss, {}, 0, {}, epochs, lab.lane)
     request.train_alone(lab.images, lambda: turns.append(1))
     assert len(turns) == 2 * len(batches(size, BATCH)) // 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_clients_whose_steps_are_queued_in_turn_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    lab = engine(lanes=3, precision=precision)
+    expected = list(lab.exchange(Method(), tasks(lab)))
+    monkeypatch.setattr("fednoro.engine.graphs.PAUSE", 1)
+    found = list(lab.exchange(Method(), tasks(lab)))
+    assert all(same(a.weights, b.weights) for a, b in zip(found, expected, strict=True))
