@@ -469,3 +469,23 @@ def test_pooling_before_the_relu_gives_the_bits_of_pooling_after_it(size: int) -
     for one, other in zip(net.parameters(), after.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
     assert torch.equal(net.eval()(x), after.eval()(x))
+
+
+@each_net
+def test_a_twin_has_a_vector_of_its_own_and_a_shared_network_the_same_one(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    packed = Packed(stirred(build, shape, 0))
+    next(packed.net.parameters()).requires_grad_(False)
+    before = packed.weights()
+    twin, shared = packed.twin(), packed.shared()
+    twin.load(before)
+    assert torch.equal(twin.ordinary(), before.values)
+    for copied, own in ((twin, False), (shared, True)):
+        assert (copied.values.data_ptr() == packed.values.data_ptr()) == own
+        for (name, p), (other, q) in zip(packed.net.named_parameters(), copied.net.named_parameters(), strict=True):
+            assert name == other and p.requires_grad == q.requires_grad and (p is q) == own
+    twin.values.zero_()
+    assert all(not p.any() for p in twin.net.parameters()) and torch.equal(packed.ordinary(), before.values)
+    shared.values.zero_()
+    assert all(not p.any() for p in packed.net.parameters())
