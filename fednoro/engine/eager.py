@@ -194,13 +194,18 @@ class EagerSite:
         return self._outputs(weights, self.data.index, features=True)
 
     def _outputs(
-        self, weights: Weights, index: IntArray, u: NDArray[np.float32] | None = None, features: bool = False
+        self,
+        weights: Weights,
+        index: IntArray,
+        u: NDArray[np.float32] | None = None,
+        features: bool = False,
+        size: int | None = None,  # of the batches
     ) -> Tensor:
-        engine = self.engine
-        parts = engine.parts(index)
+        engine, most = self.engine, size or self.engine.evaluation_batch
+        parts = torch.split(engine.upload(index), most)
         drawn: Sequence[Tensor | None] = [None] * len(parts)
         if u is not None:
-            drawn = torch.split(engine.upload(u), engine.evaluation_batch)
+            drawn = torch.split(engine.upload(u), most)
         return self.lane.logits(engine.images, weights, parts, drawn, features)
 
     def to_array(self, tensor: Tensor) -> FloatArray:

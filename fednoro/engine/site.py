@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +35,18 @@ class CudaSite(EagerSite):
         return self.lane.upload(self.data.labels.cpu().numpy())
 
     def _outputs(
-        self, weights: Weights, index: IntArray, u: NDArray[np.float32] | None = None, features: bool = False
+        self,
+        weights: Weights,
+        index: IntArray,
+        u: NDArray[np.float32] | None = None,
+        features: bool = False,
+        size: int | None = None,
     ) -> Tensor:
-        """In parts of one size: cuDNN plans for every other, which takes longer than the images themselves."""
-        engine, n = self.engine, len(index)
-        size = min(ASKED, engine.evaluation_batch)
-        more = 0, -n % size
-        parts = torch.split(engine.upload(np.pad(index, more, mode="edge")), size)
-        drawn: Sequence[Tensor | None] = [None] * len(parts)
-        if u is not None:
-            drawn = torch.split(engine.upload(np.pad(u, (more, (0, 0)), mode="edge")), size)
-        return self.lane.logits(engine.images, weights, parts, drawn, features)[:n]
+        """In batches of one size: cuDNN plans for every other, which takes longer than the images themselves."""
+        size = size or min(ASKED, self.engine.evaluation_batch)
+        more = 0, -len(index) % size
+        u = None if u is None else np.pad(u, (more, (0, 0)), mode="edge")
+        return super()._outputs(weights, np.pad(index, more, mode="edge"), u, features, size)[: len(index)]
 
     def to_array(self, tensor: Tensor) -> FloatArray:
         """A tensor for `Reply.arrays`, copied when the lane gets there: to wait for it would keep other lanes idle."""
