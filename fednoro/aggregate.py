@@ -27,7 +27,7 @@ _BLOCK = {"cpu": 2**22, "cuda": 2**26}  # entries of one float64 block, over all
 # A block's Gram entries carry a relative error of some 1e-15 (float64 sums, accumulated in blocks), so a d² below
 # this share of ‖w_i‖² + ‖w_j‖² says no more than "equal"; at the share itself d is still good to about 1%.
 _ROUNDING = 1e-13
-_SHORT = 2**13  # columns of one such product
+_SHORT = 2**13  # columns of one of the products that a GPU takes side by side
 _LARGEST = 1e150  # the squares of larger entries leave float64
 
 
@@ -103,12 +103,10 @@ def daagg_weights(
     if len(by_size) != len(vectors):
         raise UserError(f"sizes must have one entry per model ({len(vectors)}), got {len(by_size)}")
     flagged = _flags(noisy, len(vectors))
-    if flagged.all():
+    if flagged.all() or not flagged.any():  # spares the distances
         _check_finite(vectors)
-        warnings.warn("every client is flagged as noisy: models are weighted by size", FedNoRoWarning, stacklevel=2)
-        return by_size
-    if not flagged.any():  # spares the distances
-        _check_finite(vectors)
+        if flagged.all():
+            warnings.warn("every client is flagged as noisy: models are weighted by size", FedNoRoWarning, stacklevel=2)
         return by_size
     return distance_weights(_nearest(vectors, parts, flagged), sizes)
 

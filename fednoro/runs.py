@@ -303,9 +303,8 @@ def _size(path: Path) -> int:
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies, because safetensors refuses tensors that share storage; from a GPU past whatever it is busy with."""
-    copies, streams = dict[str, Tensor](), dict[torch.device, Any]()
-    for device in {tensor.device for tensor in tensors.values()}:
-        streams[device] = stream(device, priority=-1)
+    copies = dict[str, Tensor]()
+    streams = {device: stream(device, priority=-1) for device in {tensor.device for tensor in tensors.values()}}
     for name, tensor in tensors.items():
         beside = streams[tensor.device]
         with torch.cuda.stream(beside):

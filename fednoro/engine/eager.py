@@ -87,9 +87,9 @@ class EagerEngine:
         parts = self.parts(index)
         return self.lane.logits(self.images, weights, parts, [None] * len(parts))
 
-    def parts(self, index: IntArray) -> Sequence[Tensor]:
-        """Indices cut into batches for evaluation."""
-        return torch.split(self.upload(index), self.evaluation_batch)
+    def parts(self, array: NDArray[Any]) -> Sequence[Tensor]:
+        """Indices, or whatever else there is of each image, cut into batches for evaluation."""
+        return torch.split(self.upload(array), self.evaluation_batch)
 
     def upload(self, array: NDArray[Any]) -> Tensor:
         """An array on the engine's device."""
@@ -185,28 +185,22 @@ class EagerSite:
     def logits(self, task: Task, weights: Weights, augment: bool = False) -> Tensor:
         """Outputs for all of the client's images in eval mode, N×C; on augmented images if asked."""
         if not augment:
-            return self._outputs(weights, self.data.index)
+            return self._outputs(weights)
         rng = generator(self.engine.seed, f"{task.name}.augment", task.round, self.client)
-        return self._outputs(weights, self.data.index, rng.random((self.size, DRAWS), dtype=np.float32))
+        return self._outputs(weights, rng.random((self.size, DRAWS), dtype=np.float32))
 
     def features(self, weights: Weights) -> Tensor:
         """The penultimate layer for all of the client's images in eval mode, N×d."""
-        return self._outputs(weights, self.data.index, features=True)
+        return self._outputs(weights, features=True)
 
-    def _outputs(
-        self,
-        weights: Weights,
-        index: IntArray,
-        u: NDArray[np.float32] | None = None,
-        features: bool = False,
-        size: int | None = None,  # of the batches
-    ) -> Tensor:
-        engine, most = self.engine, size or self.engine.evaluation_batch
-        parts = torch.split(engine.upload(index), most)
-        drawn: Sequence[Tensor | None] = [None] * len(parts)
-        if u is not None:
-            drawn = torch.split(engine.upload(u), most)
-        return self.lane.logits(engine.images, weights, parts, drawn, features)
+    def _outputs(self, weights: Weights, u: NDArray[np.float32] | None = None, features: bool = False) -> Tensor:
+        parts = self._batches(self.data.index)
+        drawn = [None] * len(parts) if u is None else self._batches(u)
+        return self.lane.logits(self.engine.images, weights, parts, drawn, features)[: self.size]
+
+    def _batches(self, array: NDArray[Any]) -> Sequence[Tensor]:
+        """Something of each image, in the batches that are evaluated; the last one may go on after the last image."""
+        return self.engine.parts(array)
 
     def to_array(self, tensor: Tensor) -> FloatArray:
         """A tensor for `Reply.arrays`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from fednoro.engine.graphs import CudaLane
 from fednoro.engine.lane import schedule
 from fednoro.engine.request import Request
 from fednoro.engine.turns import Turns
-from fednoro.types import FloatArray, IntArray, Step, Task, Weights
+from fednoro.types import FloatArray, Step, Task, Weights
 
 ASKED = 256  # images of a client in one batch without gradients
 
@@ -34,19 +34,11 @@ class CudaSite(EagerSite):
     def labels(self) -> Tensor:
         return self.lane.upload(self.data.labels.cpu().numpy())
 
-    def _outputs(
-        self,
-        weights: Weights,
-        index: IntArray,
-        u: NDArray[np.float32] | None = None,
-        features: bool = False,
-        size: int | None = None,
-    ) -> Tensor:
-        """In batches of one size: cuDNN plans for every other, which takes longer than the images themselves."""
-        size = size or min(ASKED, self.engine.evaluation_batch)
-        more = 0, -len(index) % size
-        u = None if u is None else np.pad(u, (more, (0, 0)), mode="edge")
-        return super()._outputs(weights, np.pad(index, more, mode="edge"), u, features, size)[: len(index)]
+    def _batches(self, array: NDArray[Any]) -> Sequence[Tensor]:
+        """All of one size: cuDNN plans for every other, which takes longer than the images themselves."""
+        size = min(ASKED, self.engine.evaluation_batch)
+        more = [(0, -len(array) % size), *[(0, 0)] * (array.ndim - 1)]
+        return torch.split(self.engine.upload(np.pad(array, more, mode="edge")), size)
 
     def to_array(self, tensor: Tensor) -> FloatArray:
         """A tensor for `Reply.arrays`, copied when the lane gets there: to wait for it would keep other lanes idle."""

@@ -90,14 +90,14 @@ class Participant:
         for name, value in self.aux.items():
             self.shared.aux[name][self.k].copy_(value)
 
-    def passes(self, norms: int) -> NDArray[np.int64]:
+    def passes(self) -> NDArray[np.int64]:
         """How often each norm has seen a batch."""
         batch, epochs = self.stack.training.batch, len(self.request.epochs)
         full, rest = divmod(self.request.size, batch)
         seen = epochs * full * np.array(self.shared.passes.get(batch, [0]))
         if rest > 1 and epochs:
             seen = seen + epochs * np.array(self.alone.passes[rest])
-        return np.broadcast_to(seen, norms).astype(np.int64)
+        return np.broadcast_to(seen, len(self.stack.packed.norms)).astype(np.int64)
 
 
 class Stack:
@@ -179,7 +179,7 @@ class Stack:
         """Puts the trained weights and the mean losses into the requests."""
         asked = [one.request for one in participants]
         start, n = asked[0].task.weights, len(asked)
-        seen = self.upload(np.stack([one.passes(len(self.packed.norms)) for one in participants]))
+        seen = self.upload(np.stack([one.passes() for one in participants]))
         counters = start.counters.to(self.device) + seen
         images = self.upload(np.array([max(r.size * len(r.epochs), 1) for r in asked], dtype=np.float32))
         losses = (self.total + self.alone)[:n] / images

@@ -55,23 +55,25 @@ class Packed:
 
     def shared(self) -> Packed:
         """The same network once more, over the same vector."""
-        other = copy.copy(self)
-        every = (*self.net.parameters(), *self.net.buffers())
-        other.net = copy.deepcopy(self.net, {id(tensor): tensor for tensor in every})
-        other.norms = _norms(other.net)
-        return other
+        return self._again({id(tensor): tensor for tensor in (*self.net.parameters(), *self.net.buffers())})
 
     def twin(self) -> Packed:
         """One more network of this kind with a vector of its own, to be loaded: no weights are copied."""
-        other = copy.copy(self)
-        other.values = torch.empty_like(self.values)
+        values = torch.empty_like(self.values)
         placed: dict[int, Any] = {}
-        for tensor, view in zip(self.tensors, self.views_of(other.values), strict=True):
+        for tensor, view in zip(self.tensors, self.views_of(values), strict=True):
             parameter = isinstance(tensor, nn.Parameter)
             placed[id(tensor)] = nn.Parameter(view, tensor.requires_grad) if parameter else view
-        other.tensors = tuple(placed.values())
-        other.net = copy.deepcopy(self.net, placed)
+        tensors = tuple(placed.values())
+        other = self._again(placed)  # which fills `placed` with what it copies
+        other.values, other.tensors = values, tensors
         other._counters = [(name, copy.deepcopy(counter, placed)) for name, counter in self._counters]
+        return other
+
+    def _again(self, tensors: dict[int, Any]) -> Packed:
+        """A copy of the network that has these tensors, by the ids of its own."""
+        other = copy.copy(self)
+        other.net = copy.deepcopy(self.net, tensors)
         other.norms = _norms(other.net)
         return other
 
