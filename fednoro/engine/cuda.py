@@ -44,11 +44,13 @@ from fednoro.types import Failure, FedNoRoWarning, IntArray, Reply, Task, Weight
 
 Answer = tuple[Reply | Failure, torch.cuda.Event | None]
 
-STREAMS = 12
+STREAMS, LARGE_STREAMS = 12, 6  # large images fill more of the GPU by themselves
+LARGE = 128 * 128  # pixels
 STACKS = 2  # side by side
 LANES_BESIDE = 6  # for what its clients do alone
-STACKED_PIXELS = 128 * 128  # larger images fill the GPU by themselves
+STACKED_PIXELS = 320 * 320  # larger images gain nothing
 STACKED_COPIES = 6  # of a model that a stack holds: weights, their copy, gradient, Adam's moments, maps
+STACKED_BYTES = 512  # for each pixel of a batch, in a ResNet-18
 
 
 class CudaEngine(EagerEngine):
@@ -82,8 +84,10 @@ class CudaEngine(EagerEngine):
         self.images = Images(dataset.images, inputs, training.augment, device)
         self.shape = (inputs, *dataset.images.shape[1:3])
         self._given = (network, dataset, inputs, training, seed, device)
-        self.evaluation_batch = max(16, EVALUATION_PIXELS // (self.shape[1] * self.shape[2]))
-        self.most = lanes or STREAMS
+        self.pixels = self.shape[1] * self.shape[2]
+        self.evaluation_batch = max(16, EVALUATION_PIXELS // self.pixels)
+        self.streams = LARGE_STREAMS if self.pixels > LARGE else STREAMS
+        self.most = lanes or self.streams
         self._make = partial(
             CudaLane, device=device, precision=precision, shape=self.shape, training=training, compiled=compiled
         )
@@ -93,10 +97,9 @@ class CudaEngine(EagerEngine):
         self.lanes = [self.lane]
         self.stacks: list[Stack] = []
         self._apart: set[Any] = set()  # kinds of step that cannot be stacked
-        small = self.shape[1] * self.shape[2] <= STACKED_PIXELS
-        self._stacking = suitable and (
-            (self.lane.fused and small and not compiled and lanes is None) if stacked is None else stacked
-        )
+        self._unmixed: set[Any] = set()  # and those that can, but not with others
+        gains = self.lane.fused and self.pixels <= STACKED_PIXELS
+        self._stacking = suitable and ((gains and not compiled and lanes is None) if stacked is None else stacked)
         if self._stacking:
             self.most = LANES_BESIDE
 
@@ -248,43 +251,55 @@ class CudaEngine(EagerEngine):
 
     def _train(self, requests: Sequence[Request]) -> list[Any]:
         """Trains those together who can be; an exception is an answer as well."""
-        groups: dict[Any, list[Request]] = {}
-        for request in requests:
-            groups.setdefault(request.kind, []).append(request)
         full = False
         try:
-            self._train_stacked({kind: group for kind, group in groups.items() if len(group) > 1})
+            if self._stacking:
+                self._train_stacked(requests)
         except torch.OutOfMemoryError:
             full = True  # while it is handled, the stack cannot be let go
         if full:
             self._unstack("the GPU's memory does not hold a stack of clients")
         return [request.answer or self._train_alone(request) for request in requests]
 
-    def _train_stacked(self, groups: Mapping[Any, Sequence[Request]]) -> None:
-        """Answers those of the requests that can be answered so."""
+    def _parties(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """Those who can be trained together, as many as a stack holds; who is left out cannot."""
+        found: dict[Any, list[Request]] = {}
+        for request in requests:
+            step, *start = request.kind
+            if step not in self._apart:
+                found.setdefault((step if step in self._unmixed else None, *start), []).append(request)
         slots = self._slots()
-        fit = {kind: group for kind, group in groups.items() if self._stacking and kind[0] not in self._apart}
-        waiting = [(kind[0], group[i : i + slots]) for kind, group in fit.items() for i in range(0, len(group), slots)]
-        running: dict[Stack, tuple[Any, Iterator[None]]] = {}
+        return [party[i : i + slots] for party in found.values() if len(party) > 1 for i in range(0, len(party), slots)]
+
+    def _train_stacked(self, requests: Sequence[Request]) -> None:
+        """Answers those of the requests that can be answered so."""
+        waiting = self._parties(requests)
+        running: dict[Stack, tuple[list[Request], Iterator[None]]] = {}
         while waiting or running:
             for stack in self._stacks(len(waiting) + len(running)):
                 if stack not in running and waiting:
-                    kind, part = waiting.pop(0)
-                    running[stack] = kind, stack.train(part, self.images)
-            for stack, (kind, steps) in list(running.items()):  # in turn, so that the GPU has work from each
+                    party = waiting.pop(0)
+                    running[stack] = party, stack.train(party, self.images)
+            for stack, (party, steps) in list(running.items()):  # in turn, so that the GPU has work from each
                 try:
                     next(steps)
+                    continue
                 except StopIteration:
-                    del running[stack]
+                    pass
                 except torch.OutOfMemoryError:
                     raise
                 except UnsuitableError as reason:
-                    del running[stack]
-                    self._apart.add(kind)
-                    self.most = STREAMS
-                    warnings.warn(f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2)
+                    kinds = {request.kind[0] for request in party}
+                    if len(kinds) > 1:
+                        self._unmixed |= kinds
+                        waiting += self._parties(party)
+                    else:
+                        self._apart |= kinds
+                        self.most = self.streams
+                        warnings.warn(f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2)
                 except Exception:  # of one client: each by itself will show whose it is
-                    del running[stack]
+                    pass
+                del running[stack]
 
     def _stacks(self, wanted: int) -> Sequence[Stack]:
         while len(self.stacks) < min(wanted, STACKS):
@@ -292,13 +307,14 @@ class CudaEngine(EagerEngine):
         return self.stacks
 
     def _slots(self) -> int:
-        """How many clients are stacked: equal parts of all, as far as a third of the GPU holds them."""
+        """How many clients are stacked: equal parts of all, as far as half of the GPU holds them."""
         if self.stacks:
             return self.stacks[0].slots
         held = SLOTS
         if self.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(self.device).total_memory // 3 - STACKS * PREPARED
-            held = max(2, min(SLOTS, memory // (STACKS * STACKED_COPIES * self.net.values.nbytes)))
+            memory = torch.cuda.get_device_properties(self.device).total_memory // 2 - STACKS * PREPARED
+            images = self.training.batch * self.pixels * STACKED_BYTES
+            held = max(2, min(SLOTS, memory // (STACKS * (STACKED_COPIES * self.net.values.nbytes + images))))
         return _equal_parts(max(2, len(self.clients)), held)
 
     def _train_alone(self, request: Request) -> Any:
@@ -309,7 +325,7 @@ class CudaEngine(EagerEngine):
 
     def _unstack(self, reason: str) -> None:
         synchronize(self.device)
-        self.stacks, self._stacking, self.most = [], False, STREAMS
+        self.stacks, self._stacking, self.most = [], False, self.streams
         release_memory()
         warnings.warn(f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2)
 

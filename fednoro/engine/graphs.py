@@ -158,7 +158,7 @@ class CudaLane(Lane):
         self, program: Program, images: Images, weights: Weights, data: Inputs, size: int, first: int, last: int
     ) -> None:
         """Makes the graph for batches of this size, unless it is there; rehearsed on the images from `first` on."""
-        if size in program.graphs:
+        if size in program.graphs or self._captured_at_once(program, size):
             return
         if not self._knows(program, size):
             self._begin(program, weights, data)  # whatever was left behind: a rehearsal must not meet NaN
@@ -207,9 +207,27 @@ class CudaLane(Lane):
         if known is None or self.forward is not self.trained:
             return False
         program.passes[size] = known.passes
+        self._make_room(program, known)
+        return True
+
+    def _captured_at_once(self, program: Program, size: int) -> bool:
+        """Captures a step that has been rehearsed in another size; whether that worked."""
+        known = [one for (key, other), one in self.rehearsed.items() if key == program.key and min(other, size) > 1]
+        new = (program.key, size) not in self.rehearsed
+        if not known or not new or self.forward is not self.trained or self.device.type != "cuda":
+            return False
+        self._make_room(program, known[0])
+        try:
+            with self._counting(program, size):
+                program.graphs[size] = self._captured(program, size)
+        except UnsuitableError:  # libraries may have to set themselves up for this size
+            return False
+        self.rehearsed[program.key, size] = Rehearsal(program.passes[size], known[0].anchored)
+        return True
+
+    def _make_room(self, program: Program, known: Rehearsal) -> None:
         if known.anchored is not None and program.anchored is None:
             program.anchored = known.anchored.new_zeros((self.block, *known.anchored.shape[1:]))
-        return True
 
     def _captured(self, program: Program, size: int) -> Any:
         def step() -> None:

@@ -1,29 +1,33 @@
 """A stack: clients that are trained together, one batch of each per step.
 
 Their networks are the rows of one matrix (`StackedNet`), so a step is a few large operations in place of many small
-ones. Clients are sorted by their number of batches; whoever has no more of them is skipped by the kernels. The last,
-smaller batch of an epoch is each client's own, in a lane.
+ones. Whoever has no more batches is skipped by the kernels. The last, smaller batch of an epoch is each client's own,
+in a lane.
+
+Clients may have several kinds of loss. The networks are asked once for everybody; then each loss is computed for all,
+and counts for those whose it is. Losses that ask for more than a network's outputs on the step's own images cannot be
+mixed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from fednoro.engine import stacked_kernels
-from fednoro.engine.anchor import Anchor
 from fednoro.engine.graphs import CudaLane
 from fednoro.engine.half import Half
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.programs import (
     EVALUATION_PIXELS,
+    PROGRAMS,
     Halfway,
     Inputs,
     Program,
@@ -33,14 +37,25 @@ from fednoro.engine.programs import (
     captured,
 )
 from fednoro.engine.request import Request
-from fednoro.engine.stacked_net import Lift, OneOfMany, StackedNet
+from fednoro.engine.stacked_loss import losses
+from fednoro.engine.stacked_net import StackedNet
 from fednoro.engine.stacked_ops import adam
 from fednoro.engine.streams import after, current, stream, synchronize
 from fednoro.training import Training
-from fednoro.types import Step, Weights
+from fednoro.types import IntArray, Weights
 
 STEPS = 20_000  # of Adam, after which its corrections are 1 in float32
 PREPARED = 2**30  # bytes of images that are prepared at once
+KINDS = 4  # of loss that are mixed: fewer than a stack keeps
+
+
+@dataclass(frozen=True)
+class Part:
+    """Clients with one kind of loss, who have neighbouring slots."""
+
+    program: Program
+    first: int  # slot
+    requests: Sequence[Request]
 
 
 class Participant:
@@ -136,33 +151,42 @@ class Stack:
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs = Programs(device, self.room, slots)
+        self.whose = torch.zeros(slots, dtype=torch.int64, device=device)  # number of the loss
+        self._graphs: dict[tuple[int, ...], tuple[Sequence[Program], Any]] = {}  # with the programs, so that ids stay
         after(self.stream, current(device))
 
     # One exchange
 
     def train(self, requests: Sequence[Request], images: Images) -> Iterator[None]:
-        """Trains clients of one kind, who have their answers in the end; pauses after each step that it has queued."""
-        asked = sorted(requests, key=lambda r: -r.size)
+        """Trains clients, who have their answers in the end; pauses after each step that it has queued.
+
+        They start from the same weights, and have the same number of epochs.
+        """
+        parts = self._parts_of(requests)
+        asked = [request for part in parts for request in part.requests]
         lanes = list({id(r.lane): r.lane for r in asked}.values())
-        weights, batch = requests[0].task.weights, self.training.batch
+        batch = self.training.batch
         for lane in lanes:
             after(self.stream, lane.stream)
         with torch.cuda.stream(self.stream):
-            program = self.programs.find(asked[0].loss, asked[0].aux, asked[0].rows, asked[0].draws)
-            self._rehearse(program, images, weights, asked)
-            self._begin(program, weights, asked)
+            graph = self._graph(parts, images)
+            self._begin(parts)
         finished: dict[int, list[Participant]] = {}
-        participants = [Participant(self, program, k, request) for k, request in enumerate(asked)]
+        participants = [
+            Participant(self, part.program, part.first + i, request)
+            for part in parts
+            for i, request in enumerate(part.requests)
+        ]
         for one in participants:
             finished.setdefault(one.request.size // batch, []).append(one)
         for number in range(len(asked[0].epochs)):
             self._rest(finished.get(0, []), images, number)
-            for first, last in self._parts(asked):
+            for first, last in self._runs(asked):
                 with torch.cuda.stream(self.stream):
-                    self._prepare(program, images, asked, number, first, last)
+                    self._prepare(parts, images, number, first, last)
                 for step in range(first, last):
                     with torch.cuda.stream(self.stream):
-                        program.graphs[batch].replay()
+                        graph.replay()
                     self._rest(finished.get(step + 1, []), images, number)
                     yield
             for lane in lanes:
@@ -171,11 +195,25 @@ class Stack:
                 for one in participants:
                     one.rejoin()
         with torch.cuda.stream(self.stream):
-            self._answer(program, participants)
+            self._answer(participants)
         for lane in lanes:
             after(lane.stream, self.stream)
 
-    def _answer(self, program: Program, participants: Sequence[Participant]) -> None:
+    def _parts_of(self, requests: Sequence[Request]) -> list[Part]:
+        kinds: dict[Any, list[Request]] = {}
+        for request in requests:
+            kinds.setdefault(request.kind, []).append(request)
+        if len(kinds) > KINDS:
+            raise UnsuitableError(f"more than {KINDS} kinds of loss")
+        parts: list[Part] = []
+        for group in kinds.values():
+            one = group[0]
+            program = self.programs.find(one.loss, one.aux, one.rows, one.draws)
+            first = parts[-1].first + len(parts[-1].requests) if parts else 0
+            parts.append(Part(program, first, sorted(group, key=lambda r: -r.size)))
+        return parts
+
+    def _answer(self, participants: Sequence[Participant]) -> None:
         """Puts the trained weights and the mean losses into the requests."""
         asked = [one.request for one in participants]
         start, n = asked[0].task.weights, len(asked)
@@ -186,7 +224,7 @@ class Stack:
         for one, counted, loss in zip(participants, counters, losses, strict=True):
             values = self.packed.ordinary(self.nets.values[one.k, : self.width])
             for name in one.changing:
-                one.request.aux[name].copy_(program.aux[name][one.k])
+                one.request.aux[name].copy_(one.shared.aux[name][one.k])
             one.request.answer = Weights(values, counted, self.packed.segments), loss
 
     def _rest(self, participants: Sequence[Participant], images: Images, epoch: int) -> None:
@@ -200,7 +238,8 @@ class Stack:
 
     # Where things are put
 
-    def _begin(self, program: Program, weights: Weights, asked: Sequence[Request]) -> None:
+    def _begin(self, parts: Sequence[Part]) -> None:
+        weights = parts[0].requests[0].task.weights
         self.packed.load(weights, counters=False)
         self.nets.load(self.packed.values)
         if self._anchored is not weights.values:
@@ -208,12 +247,16 @@ class Stack:
             if self.precision == "bf16":
                 self.teacher.refresh()
             self._anchored = weights.values
-        torch._foreach_zero_([self.means, self.squares, self.count, self.total, self.alone])
-        for name, place in program.aux.items():
-            place[: len(asked)].copy_(torch.stack([request.aux[name].to(self.device) for request in asked]))
-            place[len(asked) :].copy_(place[0])
+        torch._foreach_zero_([self.means, self.squares, self.count, self.total, self.alone, self.whose])
+        for number, part in enumerate(parts):
+            first, last = part.first, part.first + len(part.requests)
+            self.whose[first:last] = number
+            for name, place in part.program.aux.items():
+                mine = torch.stack([request.aux[name].to(self.device) for request in part.requests])
+                place.copy_(mine[0])  # somebody's values for those whose loss it is not
+                place[first:last].copy_(mine)
 
-    def _parts(self, asked: Sequence[Request]) -> Iterator[tuple[int, int]]:
+    def _runs(self, asked: Sequence[Request]) -> Iterator[tuple[int, int]]:
         """Runs of steps whose images fit into the room: first and last step of an epoch."""
         full = [request.size // self.training.batch for request in asked]
         first, held = 0, 0
@@ -226,63 +269,84 @@ class Stack:
         if first < max(full):
             yield first, max(full)
 
-    def _prepare(
-        self, program: Program, images: Images, asked: Sequence[Request], epoch: int, first: int, last: int
-    ) -> None:
+    def _prepare(self, parts: Sequence[Part], images: Images, epoch: int, first: int, last: int) -> None:
         """Puts the images of these steps into place, one client's after another's."""
-        batch = self.training.batch
-        mine = [slice(min(first, r.size // batch) * batch, min(last, r.size // batch) * batch) for r in asked]
-        orders = [r.epochs[epoch].order[part] for r, part in zip(asked, mine, strict=True)]
-        counts = np.array([len(order) for order in orders] + [0] * (self.slots - len(asked)))
-        n = int(counts.sum())
-        where = self.upload(np.concatenate([r.client.index[order] for r, order in zip(asked, orders, strict=True)]))
-        u = self.upload(np.concatenate([r.epochs[epoch].u[part] for r, part in zip(asked, mine, strict=True)]))
-        if self.fused:
-            images.into(self.x[:n], where, u)
-        else:
-            self.x[:n].copy_(images.batch(where, u[:, :DRAWS]).permute(0, 2, 3, 1))
-        labels = [r.client.labels.cpu().numpy()[order] for r, order in zip(asked, orders, strict=True)]
-        self.y[:n].copy_(self.upload(np.concatenate(labels)))
-        self.index[:n].copy_(self.upload(np.concatenate(orders)))
-        program.u[:n].copy_(u[:, DRAWS:])
-        for name, place in program.rows.items():
-            parts = [r.rows[name].to(self.device)[self.upload(o)] for r, o in zip(asked, orders, strict=True)]
-            place[:n].copy_(torch.cat(parts))
+        counts = np.zeros(self.slots, dtype=np.int64)
+        begin = 0
+        for part in parts:
+            full = [min(last, r.size // self.training.batch) for r in part.requests]
+            mine = [slice(min(first, n) * self.training.batch, n * self.training.batch) for n in full]
+            orders = [r.epochs[epoch].order[s] for r, s in zip(part.requests, mine, strict=True)]
+            counts[part.first : part.first + len(orders)] = [len(order) for order in orders]
+            u = np.concatenate([r.epochs[epoch].u[s] for r, s in zip(part.requests, mine, strict=True)])
+            self._place(part, images, orders, u, begin)
+            begin += len(u)
         self.start.copy_(self.upload(np.cumsum(counts) - counts))
-        self.left.copy_(self.upload(counts // batch))
+        self.left.copy_(self.upload(counts // self.training.batch))
         self.cursor.zero_()
+
+    def _place(
+        self, part: Part, images: Images, orders: Sequence[IntArray], uniforms: NDArray[np.float32], begin: int
+    ) -> None:
+        """Images of clients with one kind of loss, from place `begin` on."""
+        program, asked = part.program, part.requests
+        here = slice(begin, begin + len(uniforms))
+        where = self.upload(np.concatenate([r.client.index[order] for r, order in zip(asked, orders, strict=True)]))
+        u = self.upload(uniforms)
+        if self.fused:
+            images.into(self.x[here], where, u)
+        else:
+            self.x[here].copy_(images.batch(where, u[:, :DRAWS]).permute(0, 2, 3, 1))
+        labels = [r.client.labels.cpu().numpy()[order] for r, order in zip(asked, orders, strict=True)]
+        self.y[here].copy_(self.upload(np.concatenate(labels)))
+        self.index[here].copy_(self.upload(np.concatenate(orders)))
+        program.u[here].copy_(u[:, DRAWS:])
+        for name, place in program.rows.items():
+            mine = [r.rows[name].to(self.device)[self.upload(o)] for r, o in zip(asked, orders, strict=True)]
+            place[here].copy_(torch.cat(mine))
         if program.anchored is not None:
             with torch.no_grad(), autocast(self.device, self.precision):
-                both = (torch.split(flat[:n], self.at_once) for flat in (self.x, program.anchored))
+                both = (torch.split(flat[here], self.at_once) for flat in (self.x, program.anchored))
                 for x, place in zip(*both, strict=True):
                     place.copy_(self.teacher(x.permute(0, 3, 1, 2)))
 
     # A step
 
-    def _rehearse(self, program: Program, images: Images, weights: Weights, asked: Sequence[Request]) -> None:
-        """A step outside of a graph, where kernels are compiled, and then the graph."""
-        batch = self.training.batch
-        if batch in program.graphs or asked[0].size < batch or not asked[0].epochs:
-            return
-        self._begin(program, weights, asked)
-        self._prepare(program, images, asked, 0, 0, 1)
+    def _graph(self, parts: Sequence[Part], images: Images) -> Any:
+        """A step of these kinds, made if need be; nothing where nobody has a full batch."""
+        programs = [part.program for part in parts]
+        key = tuple(map(id, programs))
+        largest = max(request.size for part in parts for request in part.requests)
+        if key not in self._graphs and largest >= self.training.batch and parts[0].requests[0].epochs:
+            while len(self._graphs) >= PROGRAMS:
+                synchronize(self.device)  # the oldest one may be running
+                del self._graphs[next(iter(self._graphs))]
+            self._rehearse(parts, images)
+            synchronize(self.device)
+            self._graphs[key] = programs, captured(self.device, self.pool, lambda: self.step(programs))
+        return self._graphs[key][1] if key in self._graphs else None
+
+    def _rehearse(self, parts: Sequence[Part], images: Images) -> None:
+        """A step outside of a graph, where kernels are compiled."""
+        programs = [part.program for part in parts]
+        self._begin(parts)
+        self._prepare(parts, images, 0, 0, 1)
         try:
             if self.fused:
-                stacked_kernels.compile_ahead(self.device, lambda: self.step(program))
-                self._begin(program, weights, asked)
+                stacked_kernels.compile_ahead(self.device, lambda: self.step(programs))
+                self._begin(parts)
                 self.cursor.zero_()
             self.nets.calls = 0
-            self.step(program)
+            self.step(programs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of the method's loss, of vmap or of Triton: one by one may still work
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise UnsuitableError(f"a step of several clients at once has failed ({why})") from error
-        program.passes[batch] = [self.nets.calls]
-        synchronize(self.device)
-        program.graphs[batch] = captured(self.device, self.pool, lambda: self.step(program))
+        for program in programs:
+            program.passes[self.training.batch] = [self.nets.calls]
 
-    def step(self, program: Program) -> None:
+    def step(self, programs: Sequence[Program]) -> None:
         """One batch of every client that has one."""
         nets, slots, batch = self.nets, self.slots, self.training.batch
         active = self.cursor < self.left * batch
@@ -292,38 +356,23 @@ class Stack:
         def mine(flat: Tensor) -> Tensor:
             return flat.index_select(0, at).view(slots, batch, *flat.shape[1:])
 
-        updated = program.aux.keys() if program.updated is None else program.updated
-        aux = {name: place.clone() if name in updated else place for name, place in program.aux.items()}
-        given = {
-            "x": mine(self.x).permute(0, 1, 4, 2, 3), "y": mine(self.y), "index": mine(self.index), "aux": aux,
-            "u": mine(program.u), "rows": {name: mine(place) for name, place in program.rows.items()},
-            "known": {} if program.anchored is None else {"anchored": mine(program.anchored)},
+        given: dict[str, Any] = {
+            "x": mine(self.x).permute(0, 1, 4, 2, 3), "y": mine(self.y), "index": mine(self.index),
             "parameters": list(nets.leaves.values()),
         }  # fmt: skip
-        said: list[Tensor] = []
-
-        def teacher(x: Tensor) -> Tensor:
-            outputs: Tensor = self.teacher(x.flatten(0, 1))
-            said.append(outputs.view(*x.shape[:2], *outputs.shape[1:]))
-            return said[-1]
-
-        def one(given: Mapping[str, Any]) -> Tensor:
-            x, known = given["x"], given["known"].get("anchored")
-            anchor = Anchor(_Teacher(self.teacher, teacher), x, known)
-            net = OneOfMany(nets, given["parameters"])
-            step = Step(net, anchor, x, given["y"], given["index"], given["aux"], given["u"], given["rows"])
-            return program.loss(step)
-
-        with autocast(self.device, self.precision):
-            values = torch.vmap(one)(given)
-        if said and program.anchored is None:
-            program.anchored = said[0].new_zeros((self.room, *said[0].shape[2:]))  # from now on
+        if len(programs) == 1:
+            values = losses(programs[0], nets, self.teacher, given, mine, active, self.precision)
+        else:
+            values = torch.zeros(slots, device=self.device)
+            logits = nets.logits(given["x"])
+            for number, program in enumerate(programs):
+                theirs = self.whose == number
+                known = torch.where(theirs[:, None, None], logits, 0)  # no gradient from those whose loss it is not
+                common = {**given, "logits": known}
+                found = losses(program, nets, self.teacher, common, mine, active & theirs, self.precision)
+                values = values + torch.where(theirs, found, 0)
         self._descend(active, nets.collect(values.sum()))
         self.total.add_(torch.where(active, values.detach() * batch, 0))
-        program.updated = frozenset(name for name in updated if aux[name]._version)
-        for name in program.updated:
-            place = program.aux[name]
-            place.copy_(torch.where(active.view(-1, *[1] * (place.ndim - 1)), aux[name], place))
         self.cursor.add_(batch)
 
     def _descend(self, active: Tensor, direct: Tensor | None) -> None:
@@ -332,17 +381,3 @@ class Stack:
         factors = self.factors.index_select(0, self.count.clamp(max=STEPS - 1))
         state = nets.values, nets.gradient, direct, self.means, self.squares, nets.low
         adam(*state, factors, nets.active, trainable, decay)
-
-
-class _Teacher(nn.Module):
-    """The anchor's network inside `vmap`: it is the same for everybody, so all images go through it together."""
-
-    def __init__(self, net: Any, together: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        vars(self).update(_net=net, _together=together)
-
-    def forward(self, x: Tensor) -> Any:
-        return Lift.apply(x, vars(self)["_together"])  # type: ignore[no-untyped-call]
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from vars(self)["_net"].named_parameters(*args, **kwargs)

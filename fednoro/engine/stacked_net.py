@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from fednoro.engine.programs import UnsuitableError
 from fednoro.engine.stacked_kernels import COLUMNS
 from fednoro.engine.stacked_ops import Convolve, Kernel, Norm, Normalise, Place, pool
 from fednoro.models import Packed
@@ -187,20 +188,40 @@ class Lift(Function):
 
 
 class OneOfMany(nn.Module):
-    """The stack as a loss sees it inside `vmap`: one network."""
+    """The stack as a loss sees it inside `vmap`: one network; its outputs on a step's images may be known already."""
 
-    def __init__(self, nets: StackedNet, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, nets: StackedNet, parameters: Sequence[Tensor], known: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         super().__init__()
-        vars(self).update(_nets=nets, _named=dict(zip(nets.leaves, parameters, strict=True)))
+        named = dict(zip(nets.leaves, parameters, strict=True))
+        vars(self).update(_nets=nets, _named=named, _known=known, _asked=0)
 
     def forward(self, x: Tensor) -> Any:
-        return Lift.apply(x, vars(self)["_nets"].logits)  # type: ignore[no-untyped-call]
+        known = vars(self)["_known"]
+        if known is None:
+            return Lift.apply(x, vars(self)["_nets"].logits)  # type: ignore[no-untyped-call]
+        if x is not known[0]:
+            raise UnsuitableError("the loss shows the network other images than the step's")
+        vars(self)["_asked"] += 1
+        return known[1]
 
     def features(self, x: Tensor) -> Any:
+        self._refuse_if_known()
         return Lift.apply(x, vars(self)["_nets"].features)  # type: ignore[no-untyped-call]
 
     def fc(self, features: Tensor) -> Any:
+        self._refuse_if_known()
         return Lift.apply(features, vars(self)["_nets"].fc)  # type: ignore[no-untyped-call]
+
+    def check_asked(self) -> None:
+        """Where the outputs were known before: that they were asked for once, as if they had been computed."""
+        if vars(self)["_known"] is not None and vars(self)["_asked"] != 1:
+            raise UnsuitableError(f"the loss asks the network {vars(self)['_asked']} times")
+
+    def _refuse_if_known(self) -> None:
+        if vars(self)["_known"] is not None:
+            raise UnsuitableError("the loss asks the network for its features")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(self)["_named"].items()

@@ -13,70 +13,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from exchanges import CPU, SMALL, TOLERANCES, Lab, Tolerance, check_close, identical, pairs
+from exchanges import CPU, SMALL, Lab, check_close, identical, pairs
 from federations import CLASSES, distance, every_method, every_variant
+from stacks import THIN, Thin, engine, thin
 from torch import Tensor, nn
 
 from fednoro.engine import CudaEngine, EagerEngine
 from fednoro.engine.stacked_net import OneOfMany, StackedNet, stackable
 from fednoro.methods import METHODS, Method
 from fednoro.models import Packed, Resnet18, initialise
-from fednoro.models.networks import BasicBlock, Bottleneck, Convolution, ResNet
+from fednoro.models.networks import BasicBlock
 from fednoro.types import FedNoRoWarning, Reply, Step, Task
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "small_stacks")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
-
-
-class Thin(ResNet):
-    """A ResNet of few channels, with both kinds of block and both kinds of shortcut."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.conv1 = Convolution(3, 8, 7, 2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(8)
-        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
-        self.layer1 = nn.Sequential(BasicBlock(8, 8, 1))
-        self.layer2 = nn.Sequential(BasicBlock(8, 16, 2))
-        self.layer3 = nn.Sequential(Bottleneck(16, 4, 1))
-        self.layer4 = nn.Sequential(Bottleneck(16, 8, 1))
-        self.fc = nn.Linear(32, CLASSES)
-
-
-def thin() -> nn.Module:
-    with torch.random.fork_rng([]):
-        torch.manual_seed(1)
-        net = Thin()
-        for module in net.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out")
-    return net
 
 
 def resnet() -> nn.Module:
     return initialise(Resnet18(), 3, CLASSES, seed=0)
-
-
-THIN = Lab(thin, 16)
-# A deep network carries the last bits further than the small one that the other engines are compared with: where a
-# gradient is zero but for them, Adam takes a whole step, one way or the other.
-CLOSE = Tolerance(1e-4, 1e-2, 2.1, 1e-3, 1e-3)
-
-
-@pytest.fixture(autouse=True)
-def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU room for some hundred images, and not for a GiB of them."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr("fednoro.engine.stack.PREPARED", 2**22)
-
-
-@pytest.fixture(autouse=True)
-def tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TOLERANCES, "fp32", CLOSE)
-
-
-def engine(lab: Lab = THIN, stacked: bool | None = True, **options: Any) -> CudaEngine:
-    return CudaEngine(*lab.given(), precision="tf32", stacked=stacked, **options)  # float32 on a CPU
 
 
 @every_variant
@@ -373,7 +327,18 @@ def test_stacks_on_a_gpu_are_as_close_to_eager_as_lanes_are_and_give_the_same_bi
 ) -> None:
     """In stacks of three, of which two are side by side."""
     monkeypatch.setattr("fednoro.engine.cuda.SLOTS", 3)
-    cuda, lab = torch.device("cuda"), Lab(resnet, 64)
+    _compare_on_a_gpu(method, Lab(resnet, 64))
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("size", [224, 320])
+def test_stacks_of_large_images_are_as_close_to_eager_as_lanes_are(size: int) -> None:
+    _compare_on_a_gpu(METHODS["fednoro"](), Lab(resnet, size))
+
+
+def _compare_on_a_gpu(method: Method, lab: Lab) -> None:
+    cuda = torch.device("cuda")
     stacked = CudaEngine(*lab.given(cuda), precision="bf16", stacked=True)
     lanes = CudaEngine(*lab.given(cuda), precision="bf16", stacked=False)
     once, alone = pairs(stacked, method, cuda, lab), pairs(lanes, method, cuda, lab)

@@ -1,0 +1,83 @@
+"""A method's loss, which is written for one client, for all clients of a stack at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fednoro.engine.anchor import Anchor
+from fednoro.engine.programs import Precision, Program, autocast
+from fednoro.engine.stacked_net import Lift, OneOfMany, StackedNet
+from fednoro.types import Step
+
+
+def losses(
+    program: Program,
+    nets: StackedNet,
+    anchor: Any,
+    common: Mapping[str, Any],
+    mine: Callable[[Tensor], Tensor],
+    active: Tensor,
+    precision: Precision,
+) -> Tensor:
+    """One kind of loss for every slot, S.
+
+    Args:
+        program: the loss, and where its inputs are.
+        nets: the networks that are trained.
+        anchor: the network that all of them have started from.
+        common: what every loss reads: x, y, index and parameters, S×…; logits where they are known already.
+        mine: a step's rows of what has been prepared, S×B×…
+        active: S, those for whom a change of `aux` stays.
+        precision: of the computation.
+    """
+    updated = program.aux.keys() if program.updated is None else program.updated
+    aux = {name: place.clone() if name in updated else place for name, place in program.aux.items()}
+    given = {
+        **common, "aux": aux, "u": mine(program.u),
+        "rows": {name: mine(place) for name, place in program.rows.items()},
+        "known": {} if program.anchored is None else {"anchored": mine(program.anchored)},
+    }  # fmt: skip
+    said: list[Tensor] = []
+
+    def teacher(x: Tensor) -> Tensor:
+        outputs: Tensor = anchor(x.flatten(0, 1))
+        said.append(outputs.view(*x.shape[:2], *outputs.shape[1:]))
+        return said[-1]
+
+    def one(given: Mapping[str, Any]) -> Tensor:
+        x = given["x"]
+        net = OneOfMany(nets, given["parameters"], (x, given["logits"]) if "logits" in given else None)
+        received = Anchor(_Teacher(anchor, teacher), x, given["known"].get("anchored"))
+        value = program.loss(
+            Step(net, received, x, given["y"], given["index"], given["aux"], given["u"], given["rows"])
+        )
+        net.check_asked()
+        return value
+
+    with autocast(active.device, precision):
+        values: Tensor = torch.vmap(one)(given)
+    if said and program.anchored is None:
+        program.anchored = said[0].new_zeros((len(program.u), *said[0].shape[2:]))  # from now on
+    program.updated = frozenset(name for name in updated if aux[name]._version)
+    for name in program.updated:
+        place = program.aux[name]
+        place.copy_(torch.where(active.view(-1, *[1] * (place.ndim - 1)), aux[name], place))
+    return values
+
+
+class _Teacher(nn.Module):
+    """The anchor's network inside `vmap`: it is the same for everybody, so all images go through it together."""
+
+    def __init__(self, net: Any, together: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        vars(self).update(_net=net, _together=together)
+
+    def forward(self, x: Tensor) -> Any:
+        return Lift.apply(x, vars(self)["_together"])  # type: ignore[no-untyped-call]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from vars(self)["_net"].named_parameters(*args, **kwargs)

@@ -1,0 +1,123 @@
+"""Clients with different losses who are trained together, against clients who are trained one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exchanges import Lab, check_close
+from federations import CLASSES, distance
+from stacks import THIN, engine, thin
+from torch import Tensor
+
+from fednoro.engine import CudaEngine, EagerEngine
+from fednoro.methods import FedNoRo, Method
+from fednoro.models import Packed, Resnet18, initialise
+from fednoro.types import Failure, Reply, Step, Task
+
+pytestmark = pytest.mark.usefixtures("one_thread", "small_stacks")
+
+
+@dataclass(frozen=True)
+class Each(Method):
+    """Clients 0, 2 and 4 have an ordinary loss, 1 and 3 the one with this name."""
+
+    other: str = "everything"
+
+    def work(self, task: Task, site: Any) -> Reply:
+        if site.client % 2 == 0:
+            return Reply(site.client, site.size, site.train(task, self.loss, {})[0])
+        device = site.labels.device
+        seen, pull = torch.zeros(CLASSES, device=device), torch.tensor(0.01 * site.client, device=device)
+        rows = {"weight": torch.linspace(0.5, 1.5, site.size, device=device)}
+        weights, _ = site.train(task, getattr(self, self.other), {"pull": pull, "seen": seen}, 2, rows=rows)
+        return Reply(site.client, site.size, weights, arrays={"seen": site.to_array(seen)})
+
+    def everything(self, step: Step) -> Tensor:
+        """Reads all that a step has, changes its aux, pulls at the weights; NaN where a network says nothing but 0."""
+        logits = step.net(step.x)
+        step.aux["seen"].add_(F.one_hot(step.y, CLASSES).sum(0))
+        taught = F.cross_entropy(logits, step.anchor(step.x).softmax(1), reduction="none")
+        pull = sum((p - q).square().sum() for p, q in zip(step.net.parameters(), step.anchor.parameters(), strict=True))
+        scale = logits.float().norm() / logits.float().norm().detach()
+        return scale * (taught * step.rows["weight"] * (1 + step.u.mean(1))).mean() + step.aux["pull"] * (pull + 0.0)
+
+    def mirrored(self, step: Step) -> Tensor:
+        return F.cross_entropy(step.net(step.x), step.y) + F.cross_entropy(step.net(step.x.flip(-1)), step.y)
+
+    def twice(self, step: Step) -> Tensor:
+        return F.cross_entropy(step.net(step.x) + step.net(step.x).detach(), step.y)
+
+    def inner(self, step: Step) -> Tensor:
+        return F.cross_entropy(step.net.fc(step.net.features(step.x)), step.y)
+
+    def never(self, step: Step) -> Tensor:
+        return sum(p.square().sum() for p in step.net.parameters()) * 1e-3  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("other", ["everything", "mirrored", "twice", "inner"])
+def test_clients_with_different_losses_have_the_eager_weights(other: str) -> None:
+    lab, method = engine(), Each(other)
+    weights = Packed(thin()).weights()
+    tasks = {k: Task("train", 0, weights) for k in range(5)}
+    for _ in range(2):  # the second time from graphs that are there
+        replies = zip(EagerEngine(*THIN.given()).exchange(method, tasks), lab.exchange(method, tasks), strict=True)
+        for expected, found in replies:
+            check_close(tasks[expected.client], expected, found, "fp32")  # type: ignore[arg-type]
+    assert not lab._apart
+    if other == "everything":
+        assert len(lab.stacks) == 1 and not lab._unmixed, "they are one stack"
+    else:
+        assert len(lab.stacks) == 2 and len(lab._unmixed) == 2, "a loss that wants more has a stack of its own"
+
+
+def test_noisy_and_clean_clients_of_fednoro_are_one_stack() -> None:
+    lab, method, weights = engine(), FedNoRo(), Packed(thin()).weights()
+    tasks = {k: Task("train", method.warmup, weights, {"lam": 0.4} if k % 2 else {}) for k in range(5)}
+    for expected, found in zip(
+        EagerEngine(*THIN.given()).exchange(method, tasks), lab.exchange(method, tasks), strict=True
+    ):
+        check_close(tasks[expected.client], expected, found, "fp32")  # type: ignore[arg-type]
+    assert len(lab.stacks) == 1 and not lab._unmixed and not lab._apart
+    assert [len(programs) for programs, _ in lab.stacks[0]._graphs.values()] == [2]
+
+
+def test_a_loss_that_never_asks_the_network_is_not_mixed() -> None:
+    lab, weights = engine(), Packed(thin()).weights()
+    replies = list(lab.exchange(Each("never"), {k: Task("train", 0, weights) for k in range(5)}))
+    assert all(isinstance(reply, Reply) for reply in replies) and len(lab._unmixed) == 2
+    alone = next(iter(EagerEngine(*THIN.given()).exchange(Each("never"), {1: Task("train", 0, weights)})))
+    assert distance(replies[1].weights, alone.weights) < 1e-3  # type: ignore[union-attr]
+
+
+def test_more_kinds_of_loss_than_a_stack_mixes_are_trained_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednoro.engine.stack.KINDS", 1)
+    lab, weights = engine(), Packed(thin()).weights()
+    tasks = {k: Task("train", 0, weights) for k in range(5)}
+    for expected, found in zip(
+        EagerEngine(*THIN.given()).exchange(Each(), tasks), lab.exchange(Each(), tasks), strict=True
+    ):
+        check_close(tasks[expected.client], expected, found, "fp32")  # type: ignore[arg-type]
+    assert len(lab._unmixed) == 2 and not lab._apart
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize("other", ["everything", "mirrored"])
+def test_on_a_gpu_different_losses_are_as_close_to_eager_as_lanes_are(other: str) -> None:
+    cuda, method = torch.device("cuda"), Each(other)
+    lab = Lab(lambda: initialise(Resnet18(), 3, CLASSES, seed=0), 64)
+    engines = [CudaEngine(*lab.given(cuda), precision="bf16", stacked=stacked) for stacked in (False, True, True)]
+    weights = Packed(lab.network(), cuda).weights()
+    tasks = {k: Task("train", 0, weights) for k in range(5)}
+    replies = [list(made.exchange(method, tasks)) for made in [EagerEngine(*lab.given(cuda)), *engines]]
+    assert not [reply for made in replies for reply in made if isinstance(reply, Failure)]
+    for expected, lanes, stacked, again in zip(*replies, strict=True):
+        usual, off = (distance(found.weights, expected.weights) for found in (lanes, stacked))
+        assert off <= 2 * usual + 1e-3 * float(expected.weights.values.norm())
+        assert torch.equal(lanes.weights.counters, stacked.weights.counters)
+        assert torch.equal(stacked.weights.values, again.weights.values)
+    assert len(engines[1].stacks) == (1 if other == "everything" else 2)
