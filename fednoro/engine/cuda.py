@@ -291,6 +291,7 @@ class CudaEngine(EagerEngine):
                 except UnsuitableError as reason:
                     kinds = {request.kind[0] for request in party}
                     if len(kinds) > 1:
+                        synchronize(self.device)  # another party may have the same stack, and other lanes
                         self._unmixed |= kinds
                         waiting += self._parties(party)
                     else:

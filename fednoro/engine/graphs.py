@@ -217,11 +217,17 @@ class CudaLane(Lane):
         if not known or not new or self.forward is not self.trained or self.device.type != "cuda":
             return False
         self._make_room(program, known[0])
+        asked = program.anchored is not None
         try:
             with self._counting(program, size):
-                program.graphs[size] = self._captured(program, size)
+                graph = self._captured(program, size)
         except UnsuitableError:  # libraries may have to set themselves up for this size
+            self.pool = torch.cuda.graph_pool_handle()
             return False
+        if asked != (program.anchored is not None):  # a loss that asks the anchor in this size alone: made in the graph
+            program.anchored = None
+            return False
+        program.graphs[size] = graph
         self.rehearsed[program.key, size] = Rehearsal(program.passes[size], known[0].anchored)
         return True
 

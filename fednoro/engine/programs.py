@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ class Inputs:
     sizes: Sequence[int]  # of the batches
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One kind of step in a lane or a stack: the places it reads from, and its graphs by batch size."""
 
@@ -64,7 +65,7 @@ class Programs(dict[Any, Program]):
         key = kind_of_step(loss, aux, rows, draws)
         if key not in self:
             while len(self) >= PROGRAMS:
-                synchronize(self.device)  # the oldest one's graphs may be running
+                synchronize(self.device)  # the graphs of the one that was not used for longest may be running
                 del self[next(iter(self))]
 
             def places(given: Mapping[str, Tensor], *shape: int, of: int = 0) -> dict[str, Tensor]:
@@ -75,7 +76,8 @@ class Programs(dict[Any, Program]):
 
             u = torch.zeros((self.room, draws), device=self.device)
             self[key] = Program(key, loss, places(aux, *self.slots), places(rows, self.room, of=1), u)
-        return self[key]
+        self[key] = found = self.pop(key)  # the one that was used last
+        return found
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,9 @@ def captured(device: torch.device, pool: Any, step: Callable[[], None]) -> Any:
         finally:
             graph.capture_end()
     except RuntimeError as error:
+        with suppress(Exception):  # where the capture itself was broken off, the pool is still being recorded to
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch._C._cuda_endAllocateToPool(index, pool)
         if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError):
             raise torch.OutOfMemoryError(str(error)) from error
         raise UnsuitableError(f"a step could not be captured ({str(error).splitlines()[0]})") from error

@@ -11,7 +11,7 @@ mixed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,7 @@ from fednoro.engine.programs import (
     captured,
 )
 from fednoro.engine.request import Request
-from fednoro.engine.stacked_loss import losses
+from fednoro.engine.stacked_loss import losses, only
 from fednoro.engine.stacked_net import StackedNet
 from fednoro.engine.stacked_ops import adam
 from fednoro.engine.streams import after, current, stream, synchronize
@@ -152,7 +152,7 @@ class Stack:
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs = Programs(device, self.room, slots)
         self.whose = torch.zeros(slots, dtype=torch.int64, device=device)  # number of the loss
-        self._graphs: dict[tuple[int, ...], tuple[Sequence[Program], Any]] = {}  # with the programs, so that ids stay
+        self._graphs: dict[frozenset[Program], tuple[Iterable[Program], Any]] = {}  # with the order of the losses
         after(self.stream, current(device))
 
     # One exchange
@@ -162,15 +162,15 @@ class Stack:
 
         They start from the same weights, and have the same number of epochs.
         """
-        parts = self._parts_of(requests)
-        asked = [request for part in parts for request in part.requests]
-        lanes = list({id(r.lane): r.lane for r in asked}.values())
+        lanes = list({id(r.lane): r.lane for r in requests}.values())
         batch = self.training.batch
         for lane in lanes:
             after(self.stream, lane.stream)
         with torch.cuda.stream(self.stream):
+            parts = self._parts_of(requests)
             graph = self._graph(parts, images)
             self._begin(parts)
+        asked = [request for part in parts for request in part.requests]
         finished: dict[int, list[Participant]] = {}
         participants = [
             Participant(self, part.program, part.first + i, request)
@@ -200,17 +200,16 @@ class Stack:
             after(lane.stream, self.stream)
 
     def _parts_of(self, requests: Sequence[Request]) -> list[Part]:
-        kinds: dict[Any, list[Request]] = {}
-        for request in requests:
-            kinds.setdefault(request.kind, []).append(request)
-        if len(kinds) > KINDS:
+        groups: dict[Program, list[Request]] = {}
+        if len({request.kind for request in requests}) > KINDS:
             raise UnsuitableError(f"more than {KINDS} kinds of loss")
+        for r in requests:
+            groups.setdefault(self.programs.find(r.loss, r.aux, r.rows, r.draws), []).append(r)
+        order, _ = self._graphs.get(frozenset(groups), (groups, None))  # of losses, whoever comes first this time
         parts: list[Part] = []
-        for group in kinds.values():
-            one = group[0]
-            program = self.programs.find(one.loss, one.aux, one.rows, one.draws)
+        for program in order:
             first = parts[-1].first + len(parts[-1].requests) if parts else 0
-            parts.append(Part(program, first, sorted(group, key=lambda r: -r.size)))
+            parts.append(Part(program, first, sorted(groups[program], key=lambda r: -r.size)))
         return parts
 
     def _answer(self, participants: Sequence[Participant]) -> None:
@@ -220,8 +219,8 @@ class Stack:
         seen = self.upload(np.stack([one.passes() for one in participants]))
         counters = start.counters.to(self.device) + seen
         images = self.upload(np.array([max(r.size * len(r.epochs), 1) for r in asked], dtype=np.float32))
-        losses = (self.total + self.alone)[:n] / images
-        for one, counted, loss in zip(participants, counters, losses, strict=True):
+        means = (self.total + self.alone)[:n] / images
+        for one, counted, loss in zip(participants, counters, means, strict=True):
             values = self.packed.ordinary(self.nets.values[one.k, : self.width])
             for name in one.changing:
                 one.request.aux[name].copy_(one.shared.aux[name][one.k])
@@ -289,6 +288,8 @@ class Stack:
         self, part: Part, images: Images, orders: Sequence[IntArray], uniforms: NDArray[np.float32], begin: int
     ) -> None:
         """Images of clients with one kind of loss, from place `begin` on."""
+        if not len(uniforms):  # others of another kind have some left
+            return
         program, asked = part.program, part.requests
         here = slice(begin, begin + len(uniforms))
         where = self.upload(np.concatenate([r.client.index[order] for r, order in zip(asked, orders, strict=True)]))
@@ -315,16 +316,19 @@ class Stack:
     def _graph(self, parts: Sequence[Part], images: Images) -> Any:
         """A step of these kinds, made if need be; nothing where nobody has a full batch."""
         programs = [part.program for part in parts]
-        key = tuple(map(id, programs))
+        key = frozenset(programs)
         largest = max(request.size for part in parts for request in part.requests)
         if key not in self._graphs and largest >= self.training.batch and parts[0].requests[0].epochs:
             while len(self._graphs) >= PROGRAMS:
-                synchronize(self.device)  # the oldest one may be running
+                synchronize(self.device)  # the one that was not used for longest may be running
                 del self._graphs[next(iter(self._graphs))]
             self._rehearse(parts, images)
             synchronize(self.device)
             self._graphs[key] = programs, captured(self.device, self.pool, lambda: self.step(programs))
-        return self._graphs[key][1] if key in self._graphs else None
+        if key not in self._graphs:
+            return None
+        self._graphs[key] = found = self._graphs.pop(key)  # the one that was used last
+        return found[1]
 
     def _rehearse(self, parts: Sequence[Part], images: Images) -> None:
         """A step outside of a graph, where kernels are compiled."""
@@ -364,11 +368,10 @@ class Stack:
             values = losses(programs[0], nets, self.teacher, given, mine, active, self.precision)
         else:
             values = torch.zeros(slots, device=self.device)
-            logits = nets.logits(given["x"])
+            given["logits"] = nets.logits(given["x"])
             for number, program in enumerate(programs):
                 theirs = self.whose == number
-                known = torch.where(theirs[:, None, None], logits, 0)  # no gradient from those whose loss it is not
-                common = {**given, "logits": known}
+                common = only(given, theirs, active)
                 found = losses(program, nets, self.teacher, common, mine, active & theirs, self.precision)
                 values = values + torch.where(theirs, found, 0)
         self._descend(active, nets.collect(values.sum()))

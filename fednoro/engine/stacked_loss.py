@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from fednoro.engine.anchor import Anchor
 from fednoro.engine.programs import Precision, Program, autocast
@@ -67,6 +68,32 @@ def losses(
         place = program.aux[name]
         place.copy_(torch.where(active.view(-1, *[1] * (place.ndim - 1)), aux[name], place))
     return values
+
+
+def only(given: Mapping[str, Any], theirs: Tensor, active: Tensor) -> dict[str, Any]:
+    """What one of several kinds of loss reads: for clients whose it is not, nothing that could do any harm.
+
+    It is computed for them all the same. Their outputs are 0 to it, and their labels and positions, which may be beyond
+    what a client with this loss has, 0 as well; and no gradient comes back, be it NaN, to their outputs or weights.
+    """
+    index, y = (torch.where((active & theirs)[:, None], given[name], 0) for name in ("index", "y"))
+    logits = torch.where(theirs[:, None, None], given["logits"], 0)
+    parameters = [_Only.apply(p, theirs) for p in given["parameters"]]  # type: ignore[no-untyped-call]
+    return {**given, "index": index, "y": y, "logits": logits, "parameters": parameters}
+
+
+class _Only(Function):
+    """S×… as it is; gradients for those that are `theirs`, S."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, theirs: Tensor) -> Tensor:
+        ctx.save_for_backward(theirs)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (theirs,) = ctx.saved_tensors
+        return torch.where(theirs.view(-1, *[1] * (gradient.ndim - 1)), gradient, 0), None
 
 
 class _Teacher(nn.Module):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
-from exchanges import again, check_close, given, identical, on_eager, pairs
-from federations import every_method, every_variant
+from exchanges import TRAINING, Lab, again, check_close, given, identical, on_eager, pairs
+from federations import CLASSES, every_method, every_variant, three_channels
+from torch import Tensor
 
 from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Precision
 from fednoro.methods import FedCorr, FedNoRo, FedNoRoPlus, Method
-from fednoro.types import Reply, Task, Weights
+from fednoro.models import Resnet18, initialise
+from fednoro.types import Reply, Step, Task, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
@@ -153,3 +155,41 @@ def test_outputs_on_a_gpu_are_the_eager_ones(precision: Precision) -> None:
     lab.evaluation_batch = 16
     allowed = {"fp32": 1e-5, "tf32": 5e-3, "bf16": 3e-2}[precision]
     torch.testing.assert_close(lab.logits(trained, index), expected, rtol=allowed, atol=allowed)
+
+
+@dataclass(frozen=True)
+class Waits(Method):
+    """A loss that waits for the GPU in the first capture of a smaller batch, which breaks that capture off."""
+
+    waited: list[int] = field(default_factory=list, compare=False)
+
+    def loss(self, step: Step) -> Tensor:
+        smaller = 1 < len(step.y) < TRAINING.batch  # one image is rehearsed in any case
+        if smaller and torch.cuda.is_current_stream_capturing() and not self.waited:
+            self.waited.append(len(step.y))
+            torch.cuda.synchronize()
+        return super().loss(step)
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_a_size_that_cannot_be_captured_at_once_is_rehearsed() -> None:
+    cuda, method = torch.device("cuda"), Waits()
+    lab = CudaEngine(*given(cuda), lanes=1)
+    for task, expected, found in pairs(lab, method, cuda):
+        check_close(task, expected, found, "fp32")
+    assert method.waited and lab._eager is None
+
+
+@pytest.mark.parametrize(("side", "streams"), [(128, 12), (132, 6)])
+def test_large_images_have_fewer_streams(side: int, streams: int) -> None:
+    lab = CudaEngine(*Lab(three_channels, side).given(), precision="tf32")
+    assert lab.describe() == f"cuda graphs on {streams} streams of cpu, tf32"
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize(("side", "expected"), [(320, "24 clients stacked"), (336, "6 streams")])
+def test_very_large_images_are_not_stacked(side: int, expected: str) -> None:
+    lab = Lab(lambda: initialise(Resnet18(), 3, CLASSES, seed=0), side)
+    assert expected in CudaEngine(*lab.given(torch.device("cuda")), precision="bf16").describe()

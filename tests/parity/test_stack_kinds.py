@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,21 +55,44 @@ class Each(Method):
     def inner(self, step: Step) -> Tensor:
         return F.cross_entropy(step.net.fc(step.net.features(step.x)), step.y)
 
+    def divided(self, step: Step) -> Tensor:
+        """Infinite where the rows are nobody's, also in the weights themselves."""
+        each = F.cross_entropy(step.net(step.x), step.y, reduction="none")
+        pull = sum(p.square().sum() for p in step.net.parameters())
+        return ((each * step.rows["weight"]).sum() + 0.01 * pull) / step.rows["weight"].sum()
+
+    def silent(self, step: Step) -> Tensor:
+        """Learns nothing from its outputs."""
+        with torch.no_grad():
+            logits = step.net(step.x)
+        return F.cross_entropy(logits, step.y) * sum(p.square().sum() for p in step.net.parameters()) * 0.01
+
+    def elsewhere(self, step: Step) -> Tensor:
+        return F.cross_entropy(step.net(step.x.flip(-1)), step.y)
+
     def never(self, step: Step) -> Tensor:
         return sum(p.square().sum() for p in step.net.parameters()) * 1e-3  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("other", ["everything", "mirrored", "twice", "inner"])
+def check_as_eager(lab: CudaEngine, method: Method, tasks: Mapping[int, Task]) -> None:
+    for expected, found in zip(
+        EagerEngine(*THIN.given()).exchange(method, tasks), lab.exchange(method, tasks), strict=True
+    ):
+        check_close(tasks[expected.client], expected, found, "fp32")  # type: ignore[arg-type]
+
+
+MIXED = ("everything", "divided", "silent")
+
+
+@pytest.mark.parametrize("other", [*MIXED, "mirrored", "twice", "inner", "elsewhere"])
 def test_clients_with_different_losses_have_the_eager_weights(other: str) -> None:
     lab, method = engine(), Each(other)
     weights = Packed(thin()).weights()
     tasks = {k: Task("train", 0, weights) for k in range(5)}
     for _ in range(2):  # the second time from graphs that are there
-        replies = zip(EagerEngine(*THIN.given()).exchange(method, tasks), lab.exchange(method, tasks), strict=True)
-        for expected, found in replies:
-            check_close(tasks[expected.client], expected, found, "fp32")  # type: ignore[arg-type]
+        check_as_eager(lab, method, tasks)
     assert not lab._apart
-    if other == "everything":
+    if other in MIXED:
         assert len(lab.stacks) == 1 and not lab._unmixed, "they are one stack"
     else:
         assert len(lab.stacks) == 2 and len(lab._unmixed) == 2, "a loss that wants more has a stack of its own"
@@ -77,12 +101,54 @@ def test_clients_with_different_losses_have_the_eager_weights(other: str) -> Non
 def test_noisy_and_clean_clients_of_fednoro_are_one_stack() -> None:
     lab, method, weights = engine(), FedNoRo(), Packed(thin()).weights()
     tasks = {k: Task("train", method.warmup, weights, {"lam": 0.4} if k % 2 else {}) for k in range(5)}
-    for expected, found in zip(
-        EagerEngine(*THIN.given()).exchange(method, tasks), lab.exchange(method, tasks), strict=True
-    ):
-        check_close(tasks[expected.client], expected, found, "fp32")  # type: ignore[arg-type]
+    check_as_eager(lab, method, tasks)
     assert len(lab.stacks) == 1 and not lab._unmixed and not lab._apart
-    assert [len(programs) for programs, _ in lab.stacks[0]._graphs.values()] == [2]
+    assert [len(programs) for programs in lab.stacks[0]._graphs] == [2]
+    some = {k: tasks[k] for k in (1, 2, 4)}  # now a noisy one is the first
+    check_as_eager(lab, method, some)
+    assert len(lab.stacks[0]._graphs) == 1, "the same graph serves them"
+
+
+@dataclass(frozen=True)
+class Table(Method):
+    """Each client has a number for each of its images, and so a kind of its own."""
+
+    def work(self, task: Task, site: Any) -> Reply:
+        table = torch.linspace(0.5, 1.5, site.size, device=site.labels.device)
+        return Reply(site.client, site.size, site.train(task, self.weighted, {"table": table})[0])
+
+    def weighted(self, step: Step) -> Tensor:
+        each = F.cross_entropy(step.net(step.x), step.y, reduction="none")
+        return (each * step.aux["table"][step.index]).mean()
+
+
+@pytest.mark.parametrize("who", [(0, 1), (0, 2, 4), (0, 1, 2, 3, 4)])
+def test_positions_are_those_of_a_clients_own_images(who: tuple[int, ...]) -> None:
+    lab, weights = engine(), Packed(thin()).weights()
+    check_as_eager(lab, Table(), {k: Task("train", 0, weights) for k in who})
+    assert not lab._apart and bool(lab._unmixed) == (len(who) > 4), "up to four kinds are mixed"
+
+
+@pytest.mark.parametrize("noisy", [{1, 3}, {0}, {0, 1, 2, 3, 4}, {4}, set[int](), {2, 3}])
+def test_verdicts_may_change_from_round_to_round(noisy: set[int]) -> None:
+    """Also to a kind of which nobody has a full batch."""
+    lab, method, weights = engine(), FedNoRo(), Packed(thin()).weights()
+    for flagged in ({1, 3}, noisy, {0, 2}, noisy):
+        check_as_eager(
+            lab, method, {k: Task("train", 20, weights, {"lam": 0.4} if k in flagged else {}) for k in range(5)}
+        )
+    assert not lab._unmixed and not lab._apart
+
+
+def test_a_kind_without_a_full_batch_is_trained_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, training, _, _, clients = THIN.given()
+    small = min(clients, key=lambda client: len(client.index))
+    assert len(small.index) < training.batch, "or this test shows nothing"
+    monkeypatch.setattr(CudaEngine, "_train_alone", lambda *_: pytest.fail("somebody was trained alone"))
+    lab, weights = engine(), Packed(thin()).weights()
+    check_as_eager(
+        lab, FedNoRo(), {k: Task("train", 20, weights, {"lam": 0.4} if k == small.id else {}) for k in range(5)}
+    )
 
 
 def test_a_loss_that_never_asks_the_network_is_not_mixed() -> None:
@@ -97,10 +163,7 @@ def test_more_kinds_of_loss_than_a_stack_mixes_are_trained_apart(monkeypatch: py
     monkeypatch.setattr("fednoro.engine.stack.KINDS", 1)
     lab, weights = engine(), Packed(thin()).weights()
     tasks = {k: Task("train", 0, weights) for k in range(5)}
-    for expected, found in zip(
-        EagerEngine(*THIN.given()).exchange(Each(), tasks), lab.exchange(Each(), tasks), strict=True
-    ):
-        check_close(tasks[expected.client], expected, found, "fp32")  # type: ignore[arg-type]
+    check_as_eager(lab, Each(), tasks)
     assert len(lab._unmixed) == 2 and not lab._apart
 
 
