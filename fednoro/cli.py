@@ -12,7 +12,6 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -86,6 +85,9 @@ def _main(
     pass
 
 
+# Newer versions of typer have a copy of click.
+_ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
 Items = Annotated[list[str] | None, typer.Argument(metavar="[PRESET|FILE] [KEY=VALUE]...", show_default=False)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings, errors and the table of several seeds.")]
 
@@ -136,12 +138,15 @@ def resume(
     if not already and (Path(folder).expanduser() / "flower.json").exists():
         flower.carry_on(Path(folder), quiet)
         return
-    terminal = Terminal(Console(emoji=False), quiet)
+    console = Console(emoji=False)
+    terminal = Terminal(console, quiet)
     try:
         done = experiment.resume(folder, watcher=terminal)
     finally:
         terminal.close()
     if already:
+        if not quiet:
+            console.print(f"{folder} had finished: there is nothing to carry on", highlight=False, markup=False)
         terminal.finished(done)
 
 
@@ -232,12 +237,12 @@ def config(items: Items = None) -> None:
 @app.command("ls")
 def listing(
     what: Annotated[
-        str, typer.Argument(help="methods, data, partitions, noise, models, presets, split, train or general.")
-    ],
+        str | None, typer.Argument(help="methods, data, partitions, noise, models, presets, split, train or general.")
+    ] = None,
 ) -> None:
     """List what can be chosen, with every option, its default and its meaning.
 
-    WHAT is methods, data, partitions, noise, models, presets, split, train or general.
+    WHAT is methods, data, partitions, noise, models, presets, split, train or general; without it, names alone.
 
     Example: fednoro ls methods
     """
@@ -257,6 +262,12 @@ def listing(
     kinds |= {name: {name: kind} for name, kind in SINGLE.items()} | {"general": {"general": General}}
     kinds["train"] |= {"train.augment": Augment}
     console = Console(emoji=False)
+    if what is None:
+        table = Table("fednoro ls …", "what there is", box=None)
+        for name, choices in {**{name: [*known] for name, known in kinds.items()}, "presets": [*presets()]}.items():
+            table.add_row(name, "its options" if name in choices else escape(", ".join(choices)))
+        console.print(table)
+        return
     if what == "presets":
         table = Table("preset", "what it is", box=None)
         for name, line in presets().items():
@@ -313,14 +324,16 @@ def main() -> None:
     except UserError as error:
         _complain("error:", "red", error)
         sys.exit(2)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
+    except _ClickException as error:
+        told = error.format_message().rstrip(".")
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context else "fednoro"
+            _complain("error:", "red", f"{told}{'' if told.endswith('?') else '.'} See: {command} --help")
         sys.exit(error.exit_code)
-    except click.ClickException as error:
-        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "fednoro"
-        _complain("error:", "red", f"{error.format_message().rstrip('.')}. See: {command} --help")
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(code)
 

@@ -19,7 +19,7 @@ import yaml
 
 from fednoro.data import SOURCES, Source
 from fednoro.data.split import Split
-from fednoro.methods import METHODS, Method
+from fednoro.methods import METHODS, Method, find_method, name_of
 from fednoro.models import MODELS, Factory, Model
 from fednoro.noise import NOISES
 from fednoro.noise import Kind as NoiseModel
@@ -102,6 +102,11 @@ def resolve(source: str | Path | Mapping[str, Any] = "digits", overrides: Sequen
     return _build(tree)
 
 
+def resolve_network(path: Path) -> Config:
+    """A run's configuration as far as its data and network go; its method may be unknown here, and FedAvg stands in."""
+    return resolve({**_read(str(path)), "method": "fedavg", "methods": None})
+
+
 def _is_option(override: str) -> bool:
     return "." in override.partition("=")[0].removesuffix(".name")
 
@@ -163,6 +168,8 @@ def section_name(config: Config, section: str) -> str:
 def _name(section: str, value: Any) -> str:
     if isinstance(value, Factory):
         return value.factory
+    if section == "method":
+        return name_of(type(value))
     return next(name for name, kind in REGISTRIES[section].items() if type(value) is kind)
 
 
@@ -201,7 +208,9 @@ def _read(source: str) -> dict[str, Any]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{source} cannot be read: {error}") from error
     else:
-        raise UserError(f"{source!r} is neither a preset ({', '.join(presets())}) nor a file")
+        close = difflib.get_close_matches(source, presets(), 1)
+        hint = f": did you mean {close[0]}?" if close else ""
+        raise UserError(f"{source!r} is neither a preset ({', '.join(presets())}) nor a file{hint}")
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -234,9 +243,18 @@ def _over(before: Any, value: Any) -> Any:
     return {**before, **{key: _over(before.get(key), item) for key, item in value.items()}}
 
 
+def _split(path: str) -> list[str]:
+    """`a.b.c` by its dots, but for those of a module in `methods.package.module:Class.option`."""
+    before, colon, after = path.removeprefix("methods.").partition(":")
+    if not colon or not path.startswith("methods."):
+        return path.split(".")
+    name, *rest = after.split(".")
+    return ["methods", f"{before}:{name}", *rest]
+
+
 def _override(tree: dict[str, Any], text: str) -> None:
     path, equals, raw = text.partition("=")
-    keys = path.strip().split(".")
+    keys = _split(path.strip())
     if not equals or not all(keys):
         raise UserError(f"override {text!r} must look like key=value, for example method.warmup=5")
     try:
@@ -275,11 +293,10 @@ def _build(tree: dict[str, Any]) -> Config:
             raise UserError(f"{section} has no name: choose one of {', '.join(registry)}")
         if section == "model" and ":" in str(name):
             name, chosen = "factory", {**chosen, "factory": name}
-        if not isinstance(name, str) or name not in registry:
-            raise UserError(f"unknown {section} {name!r}{_suggest(name, registry)}")
+        kind = _kind(section, name)
         if section == "method":
             chosen = {**per_method.get(name, {}), **chosen}
-        parts[section] = _validate(registry[name], chosen, section)
+        parts[section] = _validate(kind, chosen, section)
     for section, kind in SINGLE.items():
         parts[section] = _validate(kind, {} if tree.get(section) is None else tree[section], section)
     if isinstance(tree.get("track"), str):
@@ -293,10 +310,21 @@ def _per_method(table: Any) -> dict[str, dict[str, Any]]:
     if not isinstance(table, Mapping | None):
         raise UserError(f"methods must be a mapping from methods to their options, got {table!r}")
     for name, options in (table or {}).items():
-        if name not in METHODS:
+        if name not in METHODS and ":" not in str(name):
             raise UserError(f"unknown key methods.{name}{_suggest(name, METHODS)}")
-        _validate(METHODS[name], options, f"methods.{name}")
+        _validate(find_method(name), options, f"methods.{name}")
     return dict(table or {})
+
+
+def _kind(section: str, name: Any) -> type[Any]:
+    """The dataclass behind a name."""
+    registry = REGISTRIES[section]
+    if section == "method" and isinstance(name, str) and (name in registry or ":" in name):
+        return find_method(name)
+    if not isinstance(name, str) or name not in registry:
+        own = "One of your own is named module:Class" if section == "method" else ""
+        raise UserError(f"unknown {section} {name!r}{_suggest(name, registry, own)}")
+    return registry[name]
 
 
 def _validate(kind: type[Any], values: Any, section: str) -> Any:
@@ -332,14 +360,24 @@ def _explain(problem: Mapping[str, Any], section: str, kind: type[Any]) -> str:
     where = ".".join(str(part) for part in (section, first, *rest) if part != "")
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         names = [item.name for item in dataclasses.fields(nested if rest else kind)]
-        return f"unknown key {where}{_suggest((first, *rest)[-1], names)}"
+        return f"unknown key {where}{_elsewhere(section, kind, first) or _suggest((first, *rest)[-1], names)}"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{where} is required"
     message = problem["msg"].removeprefix("Input ").lower()
     return f"{where} {message}, got {problem['input']!r}"
 
 
-def _suggest(key: Any, known: Iterable[str]) -> str:
+def _elsewhere(section: str, kind: type[Any], key: str) -> str:
+    """Whose option it is, where another choice of the section has it."""
+    registry = REGISTRIES.get(section, {})
+    owners = [name for name, other in registry.items() if key in {item.name for item in dataclasses.fields(other)}]
+    chosen = next((name for name, other in registry.items() if other is kind), "")
+    return f": {section} {chosen} has no {key}; it belongs to {', '.join(owners)}" if owners and chosen else ""
+
+
+def _suggest(key: Any, known: Iterable[str], more: str = "") -> str:
     known = list(known)
     close = difflib.get_close_matches(str(key), known, 1)
-    return f": did you mean {close[0]}?" if close else f": known are {', '.join(known)}" if known else ""
+    if close:
+        return f": did you mean {close[0]}?{more and ' '}{more}"
+    return f": known are {', '.join(known)}{more and '. '}{more}" if known else ""

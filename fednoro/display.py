@@ -22,6 +22,7 @@ from fednoro.runs import RunFolder
 from fednoro.types import State
 from fednoro.verdicts import verdicts
 
+REASONS, EXAMPLES = 5, 3  # why images were left out, and which
 PLAIN_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
 
@@ -45,7 +46,8 @@ class Terminal(Watcher):
         if not self.live:
             now = time.monotonic()
             if not self.quiet and (what != self._what or now - self._said > PLAIN_EVERY):
-                self.console.print(f"{what} … {f'{done}/{total}' if total else done}", highlight=False)
+                counted = f"{done}/{total}" if total else str(done)
+                self.console.print(f"{what} …{f' {counted}' if done else ''}", highlight=False)
                 self._said = now
             self._what = what
             return
@@ -201,8 +203,15 @@ def prepared_table(done: Prepared) -> Group:
     )
     lines = [f"{total:,} images, {done.bytes / 1e6:,.1f} MB in {done.folder} ({took})"]
     if done.skipped:
-        lines.append(f"{len(done.skipped):,} left out; all are listed in {done.folder / 'manifest.json'}; the first:")
-        lines += [f"  {item['path']}: {item['reason']}" for item in done.skipped[:5]]
+        lines.append(f"{len(done.skipped):,} left out; all are listed in {done.folder / 'manifest.json'}:")
+        reasons: dict[str, list[str]] = {}
+        for item in done.skipped:
+            reasons.setdefault(item["reason"], []).append(item["path"])
+        for reason, paths in [*reversed(reasons.items())][:REASONS]:  # unreadable ones before those left out
+            several = f", … {len(paths):,} in all" if len(paths) > EXAMPLES else ""
+            lines.append(f"  {reason}: {', '.join(paths[:EXAMPLES])}{several}")
+        if len(reasons) > REASONS:
+            lines.append(f"  and for {len(reasons) - REASONS} more reasons")
     return Group(table, *map(_printable, lines))
 
 

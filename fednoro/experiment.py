@@ -87,7 +87,8 @@ def free_folder(config: Config) -> Path:
     out = Path(config.out).expanduser()
     if config.name is not None:
         return out / config.name
-    stem = f"{section_name(config, 'data')}-{section_name(config, 'method')}-seed{config.seed}"
+    method = section_name(config, "method").rpartition(":")[2].lower()  # of module:Class the class
+    stem = f"{section_name(config, 'data')}-{method}-seed{config.seed}"
     number = 2
     path = out / stem
     with disk_errors(out):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fednoro.conduct import Run
-from fednoro.config import Config, resolve, section_name
+from fednoro.config import Config, resolve_network, section_name
 from fednoro.data.folder import decode_file
 from fednoro.engine.images import Images
 from fednoro.models import Resnet18, initialise
@@ -104,7 +104,7 @@ def open_trained(run: Run | str | Path) -> Trained:
     folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml")
-    config, file = resolve(folder / "config.yaml"), folder / "model.safetensors"
+    config, file = resolve_network(folder / "config.yaml"), folder / "model.safetensors"
     if not file.is_file():
         raise UserError(f"{folder} has no model.safetensors yet: finish it with `fednoro resume {folder}`")
     try:

@@ -136,8 +136,8 @@ def doubt(found: Findings) -> str | None:
             "looks like that too: audit again with more rounds before you write to anybody."
         )
     estimates = [site.estimate for site in found.sites if site.estimate is not None]
-    shares = [estimate.high if estimate.share is None else estimate.share for estimate in estimates]
-    if len(shares) > 1 and min(shares) > EVERYWHERE:
+    shares = [estimate.share for estimate in estimates if estimate.share is not None]  # others may well be 0
+    if 1 < len(shares) == len(estimates) and min(shares) > EVERYWHERE:
         return (
             f"Even at the best site {percent(min(shares))} of the labels look wrong. Much of every share will be the "
             "model's own mistakes: compare sites with each other, and read the letters from the top, rather than trust "

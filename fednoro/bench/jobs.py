@@ -294,16 +294,16 @@ def sharing(runs: Sequence[Train], out: Path, warmup: int) -> list[Train]:
 
 
 def _after(warmup: Train, run: Train) -> Train:
-    stage = "warm-up" if isinstance(run.config.method, FedNoRo) else "training"
+    stage = "warm-up" if type(run.config.method) is FedNoRo else "training"
     return replace(run, needs=(*run.needs, warmup), played=warmup, stage=stage)
 
 
 def _first_rounds(config: Config, warmup: int) -> int | None:
     """How many of a run's first rounds are FedLA's (τ = 1), None for none."""
     method = config.method
-    if isinstance(method, FedNoRo):
+    if type(method) is FedNoRo:  # what extends it may begin in its own way
         return method.warmup
-    if isinstance(method, FedLA) and method == FedLA() and warmup < config.train.rounds:
+    if method == FedLA() and warmup < config.train.rounds:
         return warmup
     return None
 

@@ -85,8 +85,9 @@ class Wish:
         if name == "table4":
             return Comparison(order, settings, tuple(STAGE_2), name=name)
         for method in self.methods or ():
-            if method not in REGISTERED:
-                raise UserError(f"--methods must be among {', '.join(REGISTERED)}; got {method!r}")
+            if method not in REGISTERED and ":" not in method:
+                known = ", ".join(REGISTERED)
+                raise UserError(f"--methods must be among {known}, or module:Class of your own; got {method!r}")
         return Comparison(order, settings, tuple(dict.fromkeys(self.methods or METHODS)), name=name)
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from fednoro.bench.paper import Setting
 from fednoro.config import Config, dump, resolve, section_name
-from fednoro.methods import METHODS
+from fednoro.methods import METHODS, Method
 from fednoro.noise import Flips
 from fednoro.types import UserError
 
@@ -68,7 +68,7 @@ class Order:
         """One run: a row of a table (a method by that name, or `method` with `options`) under one kind of noise."""
         method = row if method is None else method
         noise = [f"noise.{key}={value!r}" for key, value in setting._asdict().items()]
-        name = f"{self.data}-{row}-{setting.slug}-seed{seed}"
+        name = f"{self.data}-{row.replace(':', '.')}-{setting.slug}-seed{seed}"
         varied = [f"method={method}", *options, *self._shortened(method), *noise, f"seed={seed}", f"name={name}"]
         config = resolve(self.source, [*self.overrides, *varied])
         return dataclasses.replace(config, out=str(self.out.absolute() / "runs"))
@@ -79,17 +79,21 @@ class Order:
         base = self.base(method)
         given = {override.partition("=")[0].strip() for override in self.overrides}
         share, scaled = self.rounds / base.train.rounds, [f"train.rounds={self.rounds}"]
-        for option in IN_ROUNDS.get(method, ()):
+        for option in _in_rounds(type(base.method)):
             value = getattr(base.method, option)
             if value is not None and f"methods.{method}.{option}" not in given:
                 scaled.append(f"method.{option}={max(1, round(value * share))}")
         return scaled
 
 
+def _in_rounds(kind: type[Method]) -> tuple[str, ...]:
+    """Which options count rounds: a method's own, or those of the one that it extends."""
+    names = {known: name for name, known in METHODS.items()}
+    return next((IN_ROUNDS[names[base]] for base in kind.__mro__ if names.get(base) in IN_ROUNDS), ())
+
+
 @functools.cache
 def _base(source: str, overrides: tuple[str, ...], method: str) -> Config:
-    if method not in METHODS:
-        raise UserError(f"unknown method {method!r}: known are {', '.join(METHODS)}")
     return resolve(source, [*overrides, f"method={method}"])
 
 

@@ -43,6 +43,9 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device {name!r} is unknown: use auto, cpu, cuda, or cuda:1 and so on") from error
+    try:
         torch.zeros(1, device=device).item()  # a device may be listed and yet run nothing
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error

@@ -130,6 +130,13 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
 
 
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Whether it began with that: a capture that breaks off may fail again on its way out."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None
+
+
 def captured(device: torch.device, pool: Any, step: Callable[[], None]) -> Any:
     """What replays a step on the current stream."""
     if device.type != "cuda":
@@ -146,7 +153,7 @@ def captured(device: torch.device, pool: Any, step: Callable[[], None]) -> Any:
         with suppress(Exception):  # where the capture itself was broken off, the pool is still being recorded to
             index = torch.cuda.current_device() if device.index is None else device.index
             torch._C._cuda_endAllocateToPool(index, pool)
-        if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__context__, torch.OutOfMemoryError):
+        if _out_of_memory(error):
             raise torch.OutOfMemoryError(str(error)) from error
         raise UnsuitableError(f"a step could not be captured ({str(error).splitlines()[0]})") from error
     return graph

@@ -148,7 +148,7 @@ class Stack:
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
         self.total = torch.zeros(slots, device=device)  # of the losses in steps together, and in steps alone
         self.alone = torch.zeros(slots, device=device)
-        self.stream = stream(device)
+        self.stream = stream(device, priority=-1)  # before what its clients do alone, and before gradients for weights
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs = Programs(device, self.room, slots)
         self.whose = torch.zeros(slots, dtype=torch.int64, device=device)  # number of the loss

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from fednoro.engine.programs import UnsuitableError
 from fednoro.engine.stacked_kernels import COLUMNS
 from fednoro.engine.stacked_ops import Convolve, Kernel, Norm, Normalise, Place, pool
+from fednoro.engine.streams import Aside
 from fednoro.models import Packed
 from fednoro.models.networks import BasicBlock, Bottleneck, Convolution, ResNet
 
@@ -69,6 +70,7 @@ class StackedNet:
         self.leaves = {name: views[key][0].data.requires_grad_() for key, name in names.items()}
         self.handles = {name: views[key][1].data.requires_grad_() for key, name in names.items()}
         self.places = {name: Place(views[key][2]) for key, name in names.items()}
+        self._aside = Aside(device)
         self._kernels: dict[int, Kernel] = {}
         self._norms: dict[int, Norm] = {}
         for module in packed.net.modules():
@@ -76,7 +78,7 @@ class StackedNet:
             if isinstance(module, nn.Conv2d):
                 name = own["weight"]
                 stride, pad = int(module.stride[0]), int(module.padding[0])
-                self._kernels[id(module)] = Kernel(self.handles[name], self.places[name], stride, pad)
+                self._kernels[id(module)] = Kernel(self.handles[name], self.places[name], stride, pad, self._aside)
             elif isinstance(module, nn.BatchNorm2d):
                 gamma, beta = own["weight"], own["bias"]
                 assert module.momentum is not None
@@ -152,7 +154,10 @@ class StackedNet:
         for place in self.places.values():
             place.taken = False
         wanted = [*self.handles.values(), *self.leaves.values()]
-        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        try:
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        finally:
+            self._aside.join()
         used, seen = found[: len(self.places)], found[len(self.places) :]
         for place, gradient in zip(self.places.values(), used, strict=True):
             if gradient is None:

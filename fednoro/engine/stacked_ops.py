@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fednoro.engine import stacked_kernels as kernels
+from fednoro.engine.streams import Aside
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Kernel:
     place: Place
     stride: int
     pad: int
+    aside: Aside  # where its gradient is computed: nothing on the way back waits for that
 
 
 @dataclass
@@ -91,11 +93,14 @@ class Convolve(Function):
         (x,), kernel, active = ctx.saved_tensors, ctx.kernel, ctx.active
         dy, wanted = dy.contiguous(), ctx.needs_input_grad[0]
         dx = torch.empty(ctx.shape, dtype=dy.dtype, device=x.device) if wanted else None
-        dw = kernel.place.take()
+        again, dw = kernel.place.taken, kernel.place.take()
         if x.device.type == "cuda":
+            with kernel.aside.work(x, dy):
+                kernels.convolve_weights(x, dy, _last(dw), active, kernel.stride, kernel.pad)
             if dx is not None:
                 kernels.convolve_back(dy, _last(kernel.low), dx, active, kernel.stride, kernel.pad)
-            kernels.convolve_weights(x, dy, _last(dw), active, kernel.stride, kernel.pad)
+            if again:
+                kernel.aside.join()  # autograd adds the two up at once
             return dx, dw, None, None
         options = [kernel.stride] * 2, [kernel.pad] * 2, [1, 1], False, [0, 0], 1, [wanted, True, False]
         for s, (a, b, g) in enumerate(zip(x, kernel.low, dy, strict=True)):

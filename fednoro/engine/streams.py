@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+
+BEHIND = 2  # pieces of work on the side that the main stream may be ahead of
 
 
 def stream(device: torch.device, priority: int = 0) -> Any:
@@ -36,6 +42,37 @@ def finish(stream: Any) -> None:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Aside:
+    """A second stream of a GPU, for what the main one does not wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = stream(device)
+        self._open: deque[tuple[Any, tuple[Tensor, ...]]] = deque()  # when it is done, and what it reads until then
+
+    @contextmanager
+    def work(self, *read: Tensor) -> Iterator[None]:
+        """Queues what is in the block behind all that the main stream has now; what it reads is kept until it is done.
+
+        The main stream waits where it would be too far ahead.
+        """
+        main = torch.cuda.current_stream(self.stream.device)
+        while len(self._open) >= BEHIND:
+            done, _ = self._open.popleft()
+            main.wait_event(done)
+        after(self.stream, main)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            self._open.append((event(self.stream), read))
+
+    def join(self) -> None:
+        """What is queued on the current stream from now on waits for all that is queued aside."""
+        if self._open:
+            self._open.clear()  # first: a capture that broke off may refuse to wait
+            after(torch.cuda.current_stream(self.stream.device), self.stream)
 
 
 def release_memory() -> None:

@@ -54,6 +54,8 @@ data:
   # classes: [a, b, c]          # all class names of the federation, in its order; needed if a class is missing here
   # cache: /var/lib/fednoro/cache
 
+# modules: [mine]               # whose methods and models a coordinator may name as module:Class; default: none
+
 device: auto                    # auto, cpu, cuda, cuda:1
 # threads: 4                    # CPU threads; default: as many as are worthwhile
 

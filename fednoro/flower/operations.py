@@ -70,6 +70,7 @@ def init(
 
     Example: fednoro flower init federation digits train.rounds=50 method=fednoro
     """
+    from fednoro.config import resolve, section_name
     from fednoro.flower.init import write_app
 
     plain = [item for item in items or [] if "=" not in item]
@@ -79,7 +80,12 @@ def init(
     console = Console(emoji=False, highlight=False)
     for path in made:
         console.print(f"made {path}", soft_wrap=True, markup=False)
-    console.print(f"next: fednoro flower run {folder}", soft_wrap=True, markup=False)
+    deploy = f"fednoro flower run {folder}"
+    if section_name(resolve(made[0]), "data") == "sites":  # who are elsewhere
+        console.print(f"next: {deploy}", soft_wrap=True, markup=False)
+    else:
+        console.print(f"next: fednoro flower simulate {folder}", soft_wrap=True, markup=False)
+        console.print(f"or, with a SuperLink and its sites up: {deploy}", soft_wrap=True, markup=False)
 
 
 @site.command("init")

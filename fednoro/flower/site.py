@@ -54,6 +54,7 @@ class SiteOptions(Options):
     min_count: int = option(0, "losses of classes with fewer images are not sent", ge=0)
     score_epsilon: float | None = option(None, "noise on the losses that are sent; default: none", gt=0)
     audit: bool | None = option(None, "take part in audits; default: unless min_count or score_epsilon is set")
+    modules: tuple[str, ...] = option((), "modules of methods and models that a coordinator may name as module:Class")
 
     @property
     def protection(self) -> Protection:
@@ -166,6 +167,7 @@ def station(order: str, site: SiteOptions | None, name: str, number: int | None)
     else:
         assert site is not None and number is not None
         threads, engine = site.threads, "auto"
+        _check_modules(sections, site)
         config = resolve({**sections, "data": dict(site.data), "device": site.device})
         dataset = load_data(site, config.seed)
         if list(dataset.classes) != told["classes"]:
@@ -177,6 +179,17 @@ def station(order: str, site: SiteOptions | None, name: str, number: int | None)
     if isinstance(method, Audit) and (site is None or not site.audited):
         raise RefusedError("this site takes no part in audits (audit in its site.yaml)")
     return Station(config, method, _engine(config, dataset, engine, threads), clients, held_out, dataset)
+
+
+def _check_modules(sections: Mapping[str, Any], site: SiteOptions) -> None:
+    """A site imports what it has agreed to, whatever a coordinator names."""
+    for section in ("method", "model"):
+        given = sections.get(section) or {}
+        names = [given.get(key) for key in ("name", "factory")] if isinstance(given, Mapping) else [given]
+        for name in names:
+            module, colon, _ = str(name).partition(":")
+            if colon and module not in site.modules:
+                raise RefusedError(f"this site does not import the run's own {section} (modules in its site.yaml)")
 
 
 def two_parts(dataset: Dataset, share: float, seed: int) -> tuple[IntArray, IntArray]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from typing import Any
+
 from fednoro.methods.fedavg import Method
 from fednoro.methods.fedcorr import FedCorr, FedCorrLA
 from fednoro.methods.fedla import FedLA
@@ -11,6 +15,7 @@ from fednoro.methods.fednoro_plus import FedNoRoPlus
 from fednoro.methods.fedprox import FedProx
 from fednoro.methods.rhfl import RHFL
 from fednoro.methods.rofl import RoFL
+from fednoro.types import UserError
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": Method,
@@ -27,4 +32,47 @@ METHODS: dict[str, type[Method]] = {
 
 __all__ = [
     "METHODS", "RHFL", "FedCorr", "FedCorrLA", "FedLA", "FedLSR", "FedNoRo", "FedNoRoPlus", "FedProx", "Method", "RoFL",
+    "find_method", "name_of",
 ]  # fmt: skip
+
+
+def find_method(name: str) -> type[Method]:
+    """The class that a name stands for: a registered one, or one's own as `module:Class`."""
+    if name in METHODS:
+        return METHODS[name]
+    module, _, wanted = name.partition(":")
+    try:
+        kind: Any = functools.reduce(getattr, wanted.split("."), importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        advice = ""
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            advice = f": is {error.name} in the folder that you are in, or on PYTHONPATH?"
+        raise UserError(f"method {name!r} cannot be imported ({error}){advice}") from error
+    except Exception as error:  # whatever a module of the user's does
+        raise UserError(f"method {name!r} cannot be imported ({type(error).__name__}: {error})") from error
+    if not (isinstance(kind, type) and issubclass(kind, Method) and _frozen(kind)):
+        raise UserError(f"method {name!r} is no method: it must be a frozen dataclass that extends fednoro's Method")
+    return kind
+
+
+def name_of(kind: type[Method]) -> str:
+    """What `find_method` finds it by; in another process too, if it can be imported there."""
+    registered = next((name for name, other in METHODS.items() if other is kind), None)
+    own = f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__module__.startswith("fednoro.") or kind.__module__ == "__main__" or not _finds(own, kind):
+        if registered is None:
+            raise UserError(f"{own} can be found by nobody: put it into a module, or register it in METHODS")
+        return registered
+    return own
+
+
+def _finds(name: str, kind: type[Method]) -> bool:
+    try:
+        return find_method(name) is kind
+    except UserError:
+        return False
+
+
+def _frozen(kind: type[Method]) -> bool:
+    made: Any = vars(kind).get("__dataclass_params__")
+    return bool(made and made.frozen)

@@ -20,6 +20,7 @@ from fednoro.types import FloatArray, UserError
 INCIDENTAL = {"seed", "name", "out", "device", "engine", "compile", "stack", "checkpoint_every", "track"}
 MEASURES = ("best", "last", "final")
 CONFIDENCE = 0.95
+LONGEST = 80  # characters of a label
 
 
 @dataclass(frozen=True)
@@ -120,17 +121,25 @@ def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 def _labels(groups: Sequence[dict[str, str]]) -> list[str]:
     """The method's name and what else tells the groups apart; a method's own options only among its own kind."""
-    labels = []
+    labels: list[list[str]] = []
     for group in groups:
         kin = [other for other in groups if other.get("method.name") == group.get("method.name")]
         shown = []
-        for key in sorted({key for other in groups for key in other}):
+        for key in sorted({key for other in groups for key in other}, key=lambda key: (not key.endswith(".name"), key)):
             among = kin if key.startswith("method.") else groups
             if key != "method.name" and len({other.get(key) for other in among}) > 1:
                 name = key.removesuffix(".name")
                 shown.append(f"{name}={group[key]}" if key in group else f"no {name}")
-        labels.append(", ".join([group.get("method.name", "unknown"), *shown]))
-    return labels
+        labels.append([group.get("method.name", "unknown"), *shown])
+    short = [_short(parts) for parts in labels]
+    return [", ".join(parts) if short.count(label) > 1 else label for parts, label in zip(labels, short, strict=True)]
+
+
+def _short(parts: Sequence[str]) -> str:
+    """The first of so many differences, by far the most telling ones."""
+    kept = [part for i, part in enumerate(parts) if i == 0 or len(", ".join(parts[: i + 1])) <= LONGEST]
+    more = len(parts) - len(kept)
+    return ", ".join([*kept, f"{more} more {'difference' if more == 1 else 'differences'}"] if more else kept)
 
 
 def paired(group: Group, base: Group, remarks: list[str]) -> list[Difference]:

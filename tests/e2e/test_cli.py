@@ -448,7 +448,7 @@ def test_a_mistake_is_one_line_on_stderr_exit_code_2_and_no_run_folder(tmp_path:
         (["noise=transition", "noise.matrix=/no/such.npy"], "/no/such.npy: cannot be read"),
         (["model=resnet18", "model.weights=/no/such.pth"], "model.weights: no such file: /no/such.pth"),
         (["model=no_such_module:net", "noise=none"], "'no_such_module:net' cannot be imported"),
-        (["device=abacus"], "device 'abacus' cannot be used here"),
+        (["device=abacus"], "device 'abacus' is unknown: use auto, cpu, cuda"),
         (["device=cuda:99"], "device 'cuda:99' cannot be used here"),
         (["name=a/b"], "name must be a plain folder name, got 'a/b'"),
         (["name=" + "x" * 300], "File name too long"),
@@ -481,9 +481,10 @@ def test_a_name_that_is_taken_is_refused_and_the_folder_left_alone(
     assert [path.name for path in tmp_path.rglob("*")] == ["precious", "notes.txt"]
 
 
-@pytest.mark.parametrize("args", [["nonsense"], ["ls"], ["run", "--rounds", "3"], ["resume"], ["ls", "a", "b"]])
+@pytest.mark.parametrize("args", [["nonsense"], ["run", "--rounds", "3"], ["resume"], ["ls", "a", "b"]])
 def test_wrong_usage_is_one_line_that_points_to_the_help(args: list[str], call: Call) -> None:
     assert_one_line(call(*args), "--help")
+    assert_one_line(call("bench", "tabel1"), "? See: fednoro bench --help")
 
 
 # Looking around
@@ -541,6 +542,13 @@ def test_ls_shows_every_choice_with_every_option(what: str, section: str, call: 
         assert re.search(rf"^{name}  \S", out, re.M)
         for item in dataclasses.fields(kind):
             assert re.search(rf"^   {item.name} ", out, re.M), f"{name}.{item.name}"
+
+
+def test_ls_alone_shows_what_can_be_listed(call: Call) -> None:
+    out = " ".join(call("ls").out.split())
+    for section in REGISTRIES.values():
+        assert ", ".join(section) in out
+    assert ", ".join(presets()) in out and "train its options" in out
 
 
 def test_ls_shows_presets_and_settings(call: Call) -> None:

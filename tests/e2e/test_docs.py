@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import subprocess
 import sys
 from importlib.resources import files
@@ -18,6 +19,7 @@ from fednoro.methods import METHODS, Method
 from fednoro.options import allowed
 
 ROOT = Path(__file__).parents[2]
+QUICK = ("device=cpu", "partition.clients=4")
 HEAD = ["| option | default | |", "|---|---|---|"]
 
 
@@ -100,8 +102,15 @@ def test_the_example_of_a_method_works_as_it_stands(tmp_path: Path, monkeypatch:
     try:
         names: dict[str, Any] = {"__name__": __name__}  # dataclasses look their module up
         exec(first, names)
-        exec(second.replace('"train.rounds=2"', '"train.rounds=2", "device=cpu", "partition.clients=4"'), names)
+        exec(second.replace('"train.rounds=2"', f'"train.rounds=2", {", ".join(map(repr, QUICK))}'), names)
     finally:
         METHODS.clear()
         METHODS.update(known)
     assert len(names["run"].bacc) == 2 and names["run"].config.method.q == 0.5
+    (tmp_path / "mine.py").write_text(first)
+    commands = re.search(r"```sh\n(.*?)```", page, re.DOTALL)
+    assert commands is not None
+    run, resume = commands[1].splitlines()
+    for command in ([*shlex.split(run), *QUICK, "out=by-hand"], ["fednoro", "resume", "by-hand/digits-fedgce-seed0"]):
+        subprocess.run([sys.executable, "-m", *command], check=True, timeout=120)
+    assert shlex.split(resume, comments=True)[2].endswith("/digits-fedgce-seed0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from fednoro.engine import CudaEngine, EagerEngine
 from fednoro.engine.stacked_net import OneOfMany, StackedNet, stackable
+from fednoro.engine.streams import Aside
 from fednoro.methods import METHODS, Method
 from fednoro.models import Packed, Resnet18, initialise
 from fednoro.models.networks import BasicBlock
@@ -335,6 +337,21 @@ def test_stacks_on_a_gpu_are_as_close_to_eager_as_lanes_are_and_give_the_same_bi
 @pytest.mark.parametrize("size", [224, 320])
 def test_stacks_of_large_images_are_as_close_to_eager_as_lanes_are(size: int) -> None:
     _compare_on_a_gpu(METHODS["fednoro"](), Lab(resnet, size))
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("name", ["fednoro", "fedlsr"])
+def test_a_stream_of_their_own_leaves_the_weights_gradients_as_they_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedLSR shows the network two views, whose gradients are added up."""
+    method, cuda, lab = METHODS[name](), torch.device("cuda"), Lab(resnet, 64)
+    aside = pairs(CudaEngine(*lab.given(cuda), precision="bf16", stacked=True), method, cuda, lab)
+    monkeypatch.setattr(Aside, "work", lambda self, *read: nullcontext())
+    inline = pairs(CudaEngine(*lab.given(cuda), precision="bf16", stacked=True), method, cuda, lab)
+    for (_, _, found), (_, _, other) in zip(aside, inline, strict=True):
+        assert identical(found, other)
 
 
 def _compare_on_a_gpu(method: Method, lab: Lab) -> None:

@@ -154,6 +154,10 @@ def test_a_model_that_finds_fault_with_most_labels_is_itself_in_doubt() -> None:
     some = findings({k: j.sum(axis=1) for k, j in good.items()}, good, ["a", "b", "c"], ["x", "y"], 5)
     assert some.sites[2].estimate is not None and some.sites[2].estimate.share is None
     assert doubt(some) is None, "one site has hardly any, though how many may not be shown"
+    tiny = {k: np.array([[6, 1], [1, 6]]) for k in range(2)}
+    few = findings({k: j.sum(axis=1) for k, j in tiny.items()}, tiny, ["a", "b"], ["x", "y"], 5)
+    assert all(site.estimate and site.estimate.share is None and site.estimate.high > 0.2 for site in few.sites)
+    assert doubt(few) is None, "none at all may be wrong"
 
 
 def test_json_says_what_the_page_says() -> None:

@@ -29,6 +29,8 @@ NEEDED = {  # options without a default
     **{f"data.{name}": ["data.path=images"] for name in SOURCES if name not in ("digits", "synthetic", "sites")},
 }
 
+OWN = "One of your own is named module:Class"
+
 
 def with_data(preset: str, *overrides: str) -> Config:
     return resolve(preset, [*(["data.path=images"] if preset in FOLDER_PRESETS else []), *overrides])
@@ -321,17 +323,27 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(overrides: str, line
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("method=fednroo", "unknown method 'fednroo': did you mean fednoro?"),
-        ("method.name=fednroo", "unknown method 'fednroo': did you mean fednoro?"),
+        ("method=fednroo", f"unknown method 'fednroo': did you mean fednoro? {OWN}"),
+        ("method.name=fednroo", f"unknown method 'fednroo': did you mean fednoro? {OWN}"),
         ("noise=xyzzy", f"unknown noise 'xyzzy': known are {', '.join(NOISES)}"),
         ("data=digit", "unknown data 'digit': did you mean digits?"),
         ("partition=xyzzy", f"unknown partition 'xyzzy': known are {', '.join(PARTITIONS)}"),
         ("model=resnet8", "unknown model 'resnet8': did you mean resnet18?"),
-        ("method={name: [1]}", f"unknown method [1]: known are {', '.join(METHODS)}"),
+        ("method={name: [1]}", f"unknown method [1]: known are {', '.join(METHODS)}. {OWN}"),
+        ("method=fedgce", f"unknown method 'fedgce': did you mean fedavg? {OWN}"),
     ],
 )
 def test_an_unknown_name_in_a_section_is_met_with_the_known_ones(override: str, line: str) -> None:
     assert mistake("digits", override) == line
+
+
+def test_another_choices_option_is_said_to_be_that() -> None:
+    kinds = "h_idn, symmetric, pair_flip, transition"
+    about = f"unknown key noise.rate: noise none has no rate; it belongs to {kinds}"
+    assert mistake("digits", "noise=none", "noise.rate=0.2") == about
+    about = "unknown key partition.clients: partition by_column has no clients; it belongs to"
+    assert mistake("digits", "partition=by_column", "partition.clients=3").startswith(about)
+    assert mistake("digits", "noise=none", "noise.rat=0.2") == "unknown key noise.rat"
 
 
 @pytest.mark.parametrize("override", ["rounds", "=3", "train.=3", ".rounds=3", "train..rounds=3", ""])
@@ -347,7 +359,9 @@ def test_an_override_below_something_that_is_no_section_says_so() -> None:
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.yaml")
-    assert mistake(missing) == f"{missing!r} is neither a preset (digits, ham10000, ich, isic2019) nor a file"
+    known = "(digits, ham10000, ich, isic2019)"
+    assert mistake(missing) == f"{missing!r} is neither a preset {known} nor a file"
+    assert mistake("digitz") == f"'digitz' is neither a preset {known} nor a file: did you mean digits?"
     assert "nor a file" in mistake(tmp_path)
     for content in ("a: [1\nb: 2", "a: b: c", "- {", "\tx: 1", "{[1, 2]: 3}", "x: !!python/object:os.system 1"):
         assert "is not valid YAML" in mistake(written(tmp_path, content))

@@ -13,7 +13,8 @@ from rich.console import Console
 from run_folders import make_run
 
 from fednoro.config import resolve
-from fednoro.display import Terminal
+from fednoro.data.cache import Prepared
+from fednoro.display import Terminal, prepared_table
 from fednoro.federation import Federation
 from fednoro.rounds import Turn
 from fednoro.types import State
@@ -71,3 +72,31 @@ def test_a_client_that_is_judged_later_is_shown_though_it_is_clean(run: Path) ->
 def test_another_run_begins_with_the_whole_verdict(run: Path) -> None:
     watcher = Terminal(Console(width=100))
     assert shown(run, judged(5, [2]), terminal=watcher) == shown(run, judged(5, [2]), terminal=watcher)
+
+
+def test_what_could_not_be_read_comes_before_what_was_not_meant_by_reason(tmp_path: Path) -> None:
+    def lines(skipped: list[dict[str, str]]) -> list[str]:
+        console = Console(width=200)
+        with console.capture() as shown:
+            console.print(prepared_table(Prepared(tmp_path, {"a": 3}, skipped, False, 10, 1.0)))
+        return shown.get().splitlines()[3:]
+
+    unmeant = [{"path": f"extra/{i}.png", "reason": "the CSV does not list it"} for i in range(7)]
+    lost = [{"path": "gone.png", "reason": "no such file"}, {"path": "odd.png", "reason": "not a JPEG or PNG image"}]
+    assert lines([*unmeant, *lost]) == [
+        f"9 left out; all are listed in {tmp_path / 'manifest.json'}:",
+        "  not a JPEG or PNG image: odd.png",
+        "  no such file: gone.png",
+        "  the CSV does not list it: extra/0.png, extra/1.png, extra/2.png, … 7 in all",
+    ]
+    assert lines([{"path": f"{i}.png", "reason": f"reason {i}"} for i in range(8)])[-1] == "  and for 3 more reasons"
+    assert lines([]) == []
+
+
+def test_where_there_is_no_terminal_counts_are_shown_once_there_is_something_to_count() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(Console(file=stream))
+    terminal.progress("training annotators", 0, 8)
+    terminal.progress("training annotators", 3, 8)
+    terminal.progress("predicting", 5, 0)
+    assert stream.getvalue() == "training annotators …\npredicting … 5\n"

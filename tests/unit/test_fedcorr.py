@@ -333,10 +333,10 @@ def test_wrong_labels_of_a_fitted_federation_are_found_and_corrected() -> None:
     """A client with a third of its labels wrong, and a global model that knows better."""
     right = [i % 4 for i in range(60)]
     lab = Lab([right, right])
-    lab.training = Training(epochs=30, batch=10, lr=0.03)
+    lab.training = Training(epochs=60, batch=10, lr=0.01)
     trained = lab.ask(METHOD, 0, "train").weights
     lab.clients[1].observed[::3] = (lab.clients[1].observed[::3] + 1) % 4
-    lab.training = Training(epochs=1, batch=10, lr=0.01)
+    lab.training = Training(epochs=1, batch=10, lr=0.003)
     lab.ask(METHOD, 1, "visit-1", trained)
     reply = lab.ask(METHOD, 1, "correct-1", trained)
     assert float(reply.metrics["mu"]) == pytest.approx(1 / 3, abs=0.02)

@@ -140,6 +140,11 @@ def test_the_commands_say_what_they_made(tmp_path: Path, monkeypatch: pytest.Mon
     app.add_typer(operations.site, name="site")
     done = CliRunner().invoke(app, ["init", "federation", "digits", *OVERRIDES])
     assert done.exit_code == 0 and done.output.splitlines()[-1] == "next: fednoro flower run federation"
+    done = CliRunner().invoke(app, ["init", "simulated", "digits"])
+    assert done.exit_code == 0 and done.output.splitlines()[-2:] == [
+        "next: fednoro flower simulate simulated",
+        "or, with a SuperLink and its sites up: fednoro flower run simulated",
+    ]
     done = CliRunner().invoke(app, ["init", "other", "digits", "ich"])
     assert isinstance(done.exception, UserError) and "one preset or file at a time" in str(done.exception)
     done = CliRunner().invoke(app, ["site", "init", "site.yaml"])

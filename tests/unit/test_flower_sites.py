@@ -6,7 +6,7 @@ import csv
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fednoro.conduct import Run
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
 from fednoro.flower.memory import Memory
-from fednoro.flower.site import read_site, station
+from fednoro.flower.site import RefusedError, SiteOptions, read_site, station
 from fednoro.methods import METHODS, Method
 from fednoro.types import Reply, Site, Task, UserError
 
@@ -146,7 +146,10 @@ def test_site_that_raises_is_left_out_and_its_words_stay_with_it(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "raising", Raising)
-    grid = MemoryGrid(app, nodes(places))
+    agreed = {name: tmp_path / f"{name}.yaml" for name in places}
+    for name, file in agreed.items():
+        file.write_text(f"{places[name].read_text()}\nmodules: [{__name__}]\n")
+    grid = MemoryGrid(app, nodes(agreed))
     run = play(grid, tmp_path, "raising")
     (row,) = [row for row in rows(run) if row["status"] != "ok"]
     assert (row["round"], row["client"], row["reason"]) == ("3", "1", "OSError (see the site's log)")
@@ -416,6 +419,41 @@ def test_site_that_was_put_right_is_asked_again_and_takes_part(
     run = play(grid, tmp_path, "fedavg", "train.rounds=4")
     assert kept(run)["sites"] == ["east", "north", "south", "west", "late"]
     assert [row["status"] for row in rows(run) if row["client"] == "4" and row["round"] == "4"] == ["ok"]
+
+
+OWN_METHOD = """
+import pathlib
+from dataclasses import dataclass
+from fednoro.methods import Method
+
+pathlib.Path(__file__).with_suffix(".ran").touch()
+
+
+@dataclass(frozen=True)
+class Own(Method):
+    pass
+"""
+
+
+def test_site_imports_what_it_has_agreed_to_and_nothing_else(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agreed_upon.py").write_text(OWN_METHOD)
+    monkeypatch.syspath_prepend(tmp_path)
+    site, ran = read_site(places["north"]), tmp_path / "agreed_upon.ran"
+
+    def ask(site: SiteOptions, **named: str) -> None:
+        sections = {"method": "fedavg", "model": "cnn", **named}
+        config = {"seed": 0, "train": {}, **{section: {"name": name} for section, name in sections.items()}}
+        station(json.dumps({"config": config, "classes": [], "held_out": False}), site, "north", 0)
+
+    for section in ("method", "model"):
+        with pytest.raises(RefusedError, match=f"does not import the run's own {section}"):
+            ask(site, **{section: "agreed_upon:Own"})
+    assert not ran.exists()
+    with pytest.raises(UserError, match="the classes of this site are not those of the run"):  # further on
+        ask(replace(site, modules=("agreed_upon",)), method="agreed_upon:Own")
+    assert ran.exists()
 
 
 def test_node_that_is_refused_ends_a_simulation(places: dict[str, Path], tmp_path: Path) -> None:

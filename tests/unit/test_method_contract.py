@@ -332,7 +332,7 @@ def test_training_fits_the_clients_labels(method: Method) -> None:
     """A method that went through all the motions without learning would pass everything else here."""
     lab = Lab([ORDINARY, GAPPED, ORDINARY[::-1]])
     if isinstance(method, RoFL):
-        method = replace(method, warmup=10)  # else it learns the pseudo-labels of a model that has learnt nothing
+        method = replace(method, warmup=18)  # else it learns the pseudo-labels of a model that has learnt nothing
     *_, last = turns(method, lab, start(rounds=20))
     index = np.concatenate([client.index for client in lab.clients.values()])
     labels = torch.cat([client.labels for client in lab.clients.values()])

@@ -61,6 +61,17 @@ def test_runs_are_grouped_by_everything_but_the_seed(tmp_path: Path) -> None:
     assert [list(group.runs) for group in found.groups] == [[0, 1, 2]] * 3
 
 
+def test_labels_of_runs_that_differ_in_much_stay_short(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, seed=0) for name in ("a", "b", "c")]
+    for i, run in enumerate(runs[1:], 1):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["data"] = {"name": "folder", **{f"option_{j}": f"a long value {j}" for j in range(20)}, "z": i}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    first, second, third = (group.label for group in compare(runs).groups)
+    assert len(first) < 120 and first.endswith("differences") and "data=" in first
+    assert second != third and second.startswith("fednoro, data=folder"), "told apart, be it at length"
+
+
 def test_means_and_differences_are_those_of_the_runs(tmp_path: Path) -> None:
     runs = several(tmp_path)
     found = compare(runs)
