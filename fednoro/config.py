@@ -319,7 +319,7 @@ def _per_method(table: Any) -> dict[str, dict[str, Any]]:
 def _kind(section: str, name: Any) -> type[Any]:
     """The dataclass behind a name."""
     registry = REGISTRIES[section]
-    if section == "method" and isinstance(name, str) and (name in registry or ":" in name):
+    if section == "method" and isinstance(name, str) and ":" in name:
         return find_method(name)
     if not isinstance(name, str) or name not in registry:
         own = "One of your own is named module:Class" if section == "method" else ""
