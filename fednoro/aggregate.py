@@ -141,7 +141,7 @@ def mix(models: Tensor, weights: Tensor) -> Tensor:
         )
     first, *rest = weights.tolist()
     # starting from the first row rather than from 0 keeps a single model's bits, the sign of −0 included
-    total: Tensor = _float64(models[0].detach()) * first
+    total = _float64(models[0].detach(), copy=True).mul_(first)
     for row, weight in zip(models[1:].detach(), rest, strict=True):
         _accumulate(total, row, weight)
     return total.to(models.dtype).to(models.device)
@@ -160,7 +160,7 @@ def average(pairs: Iterable[tuple[Weights, float]]) -> Weights:
         if not 0 <= weight < math.inf:
             raise UserError(f"weights must be finite and >= 0, got {weight} for model {i}")
         if total is None:
-            total = _float64(model.values.detach()) * weight
+            total = _float64(model.values.detach(), copy=True).mul_(weight)
         elif model.values.shape == total.shape:
             _accumulate(total, model.values.detach(), weight)
         else:
@@ -180,13 +180,14 @@ def _accumulate(total: Tensor, values: Tensor, weight: float) -> None:
     if total.device.type == "cuda":
         total.add_(values.to(total.device), alpha=weight)  # converts as it goes
         return
+    place = total.new_empty(min(2**18, len(total)))
     for part, piece in zip(torch.split(total, 2**18), torch.split(values, 2**18), strict=True):
-        part.add_(piece.to(total.device, torch.float64), alpha=weight)
+        part.add_(place[: len(piece)].copy_(piece), alpha=weight)
 
 
-def _float64(values: Tensor) -> Tensor:
+def _float64(values: Tensor, copy: bool = False) -> Tensor:
     """Values as float64, by way of the CPU where the device (Apple's MPS) has none."""
-    return (values.cpu() if values.device.type == "mps" else values).double()
+    return (values.cpu() if values.device.type == "mps" else values).to(torch.float64, copy=copy)
 
 
 def _vectors(models: Models, distance: Distance, segments: Sequence[int] | None) -> tuple[list[Tensor], list[int]]:

@@ -57,6 +57,8 @@ class CpuEngine(EagerEngine):
         if wanted > 1 and self._draws_at_random():
             wanted = 1  # PyTorch's generator is shared by all threads: one client would take another's draws
         self.lanes = [self.lane, *(Lane(copy.deepcopy(self.net.net), device) for _ in range(wanted - 1))]
+        for lane in self.lanes:
+            lane.net.copies = self.net.copies
         self._halted = threading.Event()
         _wake_mathematics()
         self._threads = ThreadPoolExecutor(len(self.lanes), "lane", torch.set_num_threads, (1,))

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from fednoro.engine.images import DRAWS, Images
 from fednoro.models import Packed
+from fednoro.models.networks import Convolution
+from fednoro.models.products import Spare
 from fednoro.seeds import generator
 from fednoro.training import Training
 from fednoro.types import IntArray, Task, UserError, Weights
@@ -29,6 +31,7 @@ class Lane:
     """The networks that one client at a time is trained and scored with."""
 
     _host_counts = False  # whether BatchNorm's counters are left out of the networks
+    _spare: Spare | None = None  # memory for gradients, where it is worth keeping
 
     def __init__(self, net: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -38,6 +41,10 @@ class Lane:
         self._anchored: Tensor | None = None
         self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
         self.adam = Adam(self.parameters)
+        self._spare = Spare()
+        for module in self.net.net.modules():
+            if isinstance(module, Convolution):
+                module.spare = self._spare
 
     def load(self, weights: Weights) -> None:
         """A client's start: the received weights in both networks, and a fresh optimizer."""
@@ -53,7 +60,8 @@ class Lane:
 
     def descend(self, loss: Tensor, options: Training) -> None:
         """One step of Adam down the gradient of `loss`."""
-        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        with self._spare.offered() if self._spare else nullcontext():
+            gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self.adam.step(gradients, options)
 
     def logits(

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fednoro.models.products import Spare, product
+
 
 class SmallCNN(nn.Module):
     """Three 3×3 convolutions with BatchNorm: for small images and for machines without a GPU."""
@@ -39,7 +41,10 @@ class Convolution(nn.Conv2d):
     """A convolution that is trained on the CPU as a matrix product where its output has at most four pixels.
 
     There oneDNN spends most of its time on rearranging the weights and their gradient, which are larger than the maps.
+    An image of one pixel meets a single weight of each kernel, and its border the others.
     """
+
+    spare: Spare | None = None  # memory for the weight's gradient, from whoever uses it before the next step
 
     def reset_parameters(self) -> None:
         """Leaves the weights to the network, which draws them all or has them from a file."""
@@ -49,8 +54,11 @@ class Convolution(nn.Conv2d):
         height, width = ((side + 2 * p - k) // s + 1 for side in x.shape[2:])
         if x.device.type != "cpu" or height * width > 4 or not torch.is_grad_enabled():
             return super().forward(x)
-        patches = F.unfold(x, k, padding=p, stride=s).transpose(1, 2).flatten(0, 1)  # B·H·W × I·k·k
-        y = patches @ self.weight.flatten(1).t()
+        if x.shape[2:] == (1, 1):
+            patches, met = x.flatten(1), slice(p, p + 1)  # B × I
+        else:  # B·H·W × I·k·k
+            patches, met = F.unfold(x, k, padding=p, stride=s).transpose(1, 2).flatten(0, 1), slice(0, k)
+        y = product(patches, self.weight, met, self.spare)
         return y.view(len(x), height, width, -1).permute(0, 3, 1, 2)
 
 
