@@ -1,10 +1,11 @@
-"""Who is found noisy, by which rule: the paper's mixture, its published code's, and what clients can explain.
+"""Who is found noisy, by which rule: the paper's mixture, its published code's, what clients can explain, and one more.
 
 python -m benchmarks.detection [--preset digits] [--rates 0 0.2 0.4 0.6 0.8 1] [--ranges 0.3-0.5 0.5-0.7]
                                [--seeds 0 1 2] [--warmups 10] [--evidence FILE] [--jobs 1] [key=value …]
 
-Each setting is one warm-up by FedLA, which all three rules share: at its end the clients' class losses go to the
-paper's detector and to the published code's, and what they have measured in its last rounds to the calibrated one. With
+Each setting is one warm-up by FedLA, which all rules share: at its end the clients' class losses go to the paper's
+detector and to the published code's, and what they have measured in its last rounds to the calibrated one. `left out`,
+which no method has yet, judges clients by heads that are learnt from the others (`benchmarks/left_out.py`). With
 several --warmups one run of the longest serves all. Annotators do not depend on how many clients are noisy or how much,
 and are trained once for each seed.
 
@@ -27,12 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import left_out
 from benchmarks.machine import describe, in_processes, keep, kept, markdown, overrides_in
 from fednoro.config import resolve
 from fednoro.detect import NoisyClientDetector
 from fednoro.engine import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory
-from fednoro.explained import WATCH, WATCHED, judge, left_over, measure
+from fednoro.explained import WATCH, WATCHED, Judgement, judge, left_over, measure
 from fednoro.federation import Federation, assemble
 from fednoro.losses import log_prior, per_class_losses
 from fednoro.methods import FedLA
@@ -41,6 +43,7 @@ from fednoro.models import Packed
 from fednoro.types import FedNoRoWarning, FloatArray, IntArray, Replies, Reply, Site, State, Task
 
 DETECTORS = ("paper", "reference", "calibrated")
+RULES = (*DETECTORS, "left out")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,14 @@ class Watched(FedLA):
             if WATCH not in task.settings:
                 return reply
             return replace(reply, metrics={**reply.metrics, "explained": measure(task, site, reply.weights)})
+        if task.name in ("moments", "areas"):
+            features, labels = site.features(task.weights).cpu(), site.labels.cpu()
+            if task.name == "moments":
+                a, b = left_out.moments(features, labels, site.classes)
+                return Reply(site.client, site.size, arrays={"a": a.numpy(), "b": b.numpy()})
+            sums = [torch.from_numpy(task.arrays[name]) for name in ("a", "b")]
+            parted = left_out.areas(left_out.scores(features, labels, *sums).numpy(), labels.numpy())
+            return Reply(site.client, site.size, arrays={"areas": parted})
         outputs = {"paper": site.logits(task, task.weights), "reference": site.logits(task, task.weights, augment=True)}
         metrics = {name: per_class_losses(z, site.labels, site.classes)[0] for name, z in outputs.items()}
         received = left_over(outputs["paper"], site.labels, log_prior(site.counts))
@@ -126,6 +137,7 @@ def _watched(lab: Lab, federation: Federation, warmups: Sequence[int]) -> dict[s
                 name: [row[name].tolist() for row in scored]  # type: ignore[union-attr]
                 for name in ("paper", "reference", "counts", "received")
             }
+            losses[str(number + 1)]["areas"] = _areas(lab, state, number + 1)
     assert federation.noisy is not None, "artificial noise is known"
     return {
         "noisy": federation.noisy.tolist(),
@@ -133,6 +145,16 @@ def _watched(lab: Lab, federation: Federation, warmups: Sequence[int]) -> dict[s
         "explained": rounds,
         "losses": losses,
     }
+
+
+def _areas(lab: Lab, state: State, number: int) -> list[list[float]]:
+    """What the others' heads part of each client's labels."""
+    method, clients = Watched(), sorted(lab.engine.clients)
+    asked = {k: Task("moments", number, state.model) for k in clients}
+    replies = [_answered(item).arrays for item in lab.engine.exchange(method, asked)]
+    sums = {name: np.sum([arrays[name] for arrays in replies], axis=0) for name in ("a", "b")}
+    asked = {k: Task("areas", number, state.model, arrays=sums) for k in clients}
+    return [_answered(item).arrays["areas"].tolist() for item in lab.engine.exchange(method, asked)]
 
 
 def _answered(item: Any) -> Reply:
@@ -146,10 +168,12 @@ def _answered(item: Any) -> Reply:
 
 def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> list[bool]:
     """Whom a rule flags after a warm-up of so many rounds."""
+    if detector == "left out":
+        scored, explained = found["losses"][str(warmup)], _judged(found, warmup).explained
+        error = left_out.errors(np.array(scored["areas"]), np.array(scored["counts"], dtype=np.float64))
+        return left_out.judge(error, explained)
     if detector == "calibrated":
-        rounds = [found["explained"][str(number)] for number in range(max(0, warmup - WATCHED), warmup)]
-        left, received = np.min(rounds, axis=0), np.array(found["losses"][str(warmup)]["received"])[:, 0]
-        return list(judge([[min(first, now), own] for (first, own), now in zip(left, received, strict=True)]).noisy)
+        return list(_judged(found, warmup).noisy)
     losses = found["losses"][str(warmup)]
     rule = NoisyClientDetector("paper" if detector == "paper" else "reference", seed=seed)
     with warnings.catch_warnings():
@@ -158,12 +182,18 @@ def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> 
     return [bool(flag) for flag in rule.noisy_]
 
 
+def _judged(found: Mapping[str, Any], warmup: int) -> Judgement:
+    rounds = [found["explained"][str(number)] for number in range(max(0, warmup - WATCHED), warmup)]
+    left, received = np.min(rounds, axis=0), np.array(found["losses"][str(warmup)]["received"])[:, 0]
+    return judge([[min(first, now), own] for (first, own), now in zip(left, received, strict=True)])
+
+
 def table(known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], warmups: Sequence[int]) -> str:
     """Per share, range, warm-up and detector: how often exactly the noisy clients were flagged, recall, precision."""
     groups: dict[tuple[float, str, int, str], list[tuple[list[bool], list[bool]]]] = {}
     for setting in settings:
         for warmup in warmups:
-            for detector in DETECTORS:
+            for detector in RULES:
                 found = known[setting.key]
                 span = "" if setting.range is None else "({:g}, {:g})".format(*setting.range)
                 flagged = verdict(detector, found, warmup, setting.seed)

@@ -234,7 +234,7 @@ def test_detection_prints_what_each_detector_found_and_judges_again_what_it_has_
     out = capsys.readouterr().out
     spans = [("0", "(0.3, 0.5)")]  # without noise there is one range
     spans += [(rate, span) for rate in ("0.5", "1") for span in ("(0.3, 0.5)", "(0.5, 0.7)")]
-    detectors = ("paper", "reference", "calibrated")
+    detectors = ("paper", "reference", "calibrated", "left out")
     expected = [(*span, str(t), kind) for span in spans for t in (1, 2) for kind in detectors]
     found = lines(out)
     assert [tuple(row[:4]) for row in found[: len(expected)]] == expected
