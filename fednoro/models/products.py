@@ -19,8 +19,7 @@ from torch.autograd import Function
 class Spare:
     """Memory for the gradients of weights, for one who uses them up before asking for the next ones.
 
-    It is given to the first gradient of each weight within `offered` alone, so that whoever else asks autograd for
-    gradients has them for himself.
+    It is given to the first gradient of each weight within `offered` alone: nobody else's gradients are overwritten.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,16 @@ from fednoro.models.products import Spare
 from fednoro.training import Training
 
 # kernel, stride, padding, side
-LAYERS = [(3, 1, 1, 1), (3, 1, 1, 2), (3, 2, 1, 2), (3, 2, 1, 1), (5, 1, 2, 1), (1, 1, 0, 1), (1, 2, 0, 4)]
+LAYERS = [
+    (3, 1, 1, 1),
+    (3, 1, 1, 2),
+    (3, 2, 1, 2),
+    (3, 2, 1, 1),
+    (5, 1, 2, 1),
+    (1, 1, 0, 1),
+    (1, 2, 0, 4),
+    (2, 1, 1, 1),
+]
 
 
 def layer(kernel: int, stride: int, padding: int, spare: bool = True) -> Convolution:
@@ -92,7 +101,7 @@ def test_images_of_another_size_leave_nothing_behind() -> None:
             torch.testing.assert_close(gradients(made, made, x), expected)
 
 
-def test_who_was_offered_nothing_keeps_his_gradients() -> None:
+def test_gradients_outside_an_offer_are_not_overwritten() -> None:
     made = layer(3, 1, 1)
     assert made.spare is not None
     x = images(1)
