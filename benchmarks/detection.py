@@ -245,8 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for span in (ranges if rate else ranges[:1])
         for seed in options.seeds
     ]
-    # A setting may be there twice, with warm-ups of different lengths.
-    usable = [row for row in kept(options.evidence) if {str(t) for t in warmups} <= row["losses"].keys()]
+    # A setting may be there twice, with warm-ups of different lengths, or without what a newer rule asks for.
+    usable = [row for row in kept(options.evidence) if all("areas" in row["losses"].get(str(t), ()) for t in warmups)]
     known = {row["setting"]: row for row in usable}
     groups = [[s for s in settings if s.seed == seed and s.key not in known] for seed in options.seeds]
     work = partial(evidence, warmups=warmups, path=options.evidence)

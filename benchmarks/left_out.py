@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fednoro.explained import ALIKE
-from fednoro.types import FloatArray
+from fednoro.types import FloatArray, IntArray
 
 RIDGE = 0.003
 SCATTER, PAIR = 0.25, 0.03  # variance of an area: of one image, and of a pair in one client
@@ -59,7 +59,7 @@ def scores(features: Tensor, labels: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return _with_ones(features) @ head(a - own[0], b - own[1])
 
 
-def areas(outputs: FloatArray, labels: FloatArray) -> FloatArray:
+def areas(outputs: FloatArray, labels: IntArray) -> FloatArray:
     """For each pair of classes i < j: the area under the ROC curve of column i − column j; NaN where one is missing."""
     found = []
     for i, j in itertools.combinations(range(outputs.shape[1]), 2):
