@@ -1,13 +1,13 @@
-"""Who is found noisy, by which rule: the paper's mixture, its published code's, what clients can explain, and one more.
+"""Who is found noisy, by which rule: the paper's mixture, its published code's, what clients can explain, and doubts.
 
 python -m benchmarks.detection [--preset digits] [--rates 0 0.2 0.4 0.6 0.8 1] [--ranges 0.3-0.5 0.5-0.7]
                                [--seeds 0 1 2] [--warmups 10] [--evidence FILE] [--jobs 1] [key=value …]
 
 Each setting is one warm-up by FedLA, which all rules share: at its end the clients' class losses go to the paper's
-detector and to the published code's, and what they have measured in its last rounds to the calibrated one. `left out`,
-which no method has yet, judges clients by heads that are learnt from the others (`benchmarks/left_out.py`). With
-several --warmups one run of the longest serves all. Annotators do not depend on how many clients are noisy or how much,
-and are trained once for each seed.
+detector and to the published code's, and what they have measured in its last rounds to the others: `shares` goes by
+that alone, `calibrated` by heads that are learnt from the other clients too. With several --warmups one run of the
+longest serves all. Annotators do not depend on how many clients are noisy or how much, and are trained once for each
+seed.
 
 --evidence keeps what was measured, a line of JSON for each setting: what is in the file is not measured again, only
 judged. Noise other than the preset's: `noise=symmetric`, or `noise=transition noise.matrix=…`, for which --ranges say
@@ -28,22 +28,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import left_out
 from benchmarks.machine import describe, in_processes, keep, kept, markdown, overrides_in
+from fednoro import calibrated, explained
 from fednoro.config import resolve
 from fednoro.detect import NoisyClientDetector
 from fednoro.engine import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory
-from fednoro.explained import WATCH, WATCHED, Judgement, judge, left_over, measure
+from fednoro.explained import SENT, WATCH, WATCHED, left_over, measure
 from fednoro.federation import Federation, assemble
+from fednoro.left_out import pairs_of
 from fednoro.losses import log_prior, per_class_losses
 from fednoro.methods import FedLA
 from fednoro.metrics import detection
 from fednoro.models import Packed
-from fednoro.types import FedNoRoWarning, FloatArray, IntArray, Replies, Reply, Site, State, Task
+from fednoro.types import Clients, FedNoRoWarning, FloatArray, IntArray, Replies, Reply, Site, State, Task
 
-DETECTORS = ("paper", "reference", "calibrated")
-RULES = (*DETECTORS, "left out")
+DETECTORS = ("paper", "reference", "shares", "calibrated")
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,10 @@ class Watched(FedLA):
             if WATCH not in task.settings:
                 return reply
             return replace(reply, metrics={**reply.metrics, "explained": measure(task, site, reply.weights)})
-        if task.name in ("moments", "areas"):
-            features, labels = site.features(task.weights).cpu(), site.labels.cpu()
-            if task.name == "moments":
-                a, b = left_out.moments(features, labels, site.classes)
-                return Reply(site.client, site.size, arrays={"a": a.numpy(), "b": b.numpy()})
-            sums = [torch.from_numpy(task.arrays[name]) for name in ("a", "b")]
-            parted = left_out.areas(left_out.scores(features, labels, *sums).numpy(), labels.numpy())
-            return Reply(site.client, site.size, arrays={"areas": parted})
+        if task.name == calibrated.MOMENTS:
+            return calibrated.summed(task, site)
+        if task.arrays:
+            return calibrated.score(task, site)
         outputs = {"paper": site.logits(task, task.weights), "reference": site.logits(task, task.weights, augment=True)}
         metrics = {name: per_class_losses(z, site.labels, site.classes)[0] for name, z in outputs.items()}
         received = left_over(outputs["paper"], site.labels, log_prior(site.counts))
@@ -137,7 +133,7 @@ def _watched(lab: Lab, federation: Federation, warmups: Sequence[int]) -> dict[s
                 name: [row[name].tolist() for row in scored]  # type: ignore[union-attr]
                 for name in ("paper", "reference", "counts", "received")
             }
-            losses[str(number + 1)]["areas"] = _areas(lab, state, number + 1)
+            losses[str(number + 1)]["areas"] = _areas(lab, state)
     assert federation.noisy is not None, "artificial noise is known"
     return {
         "noisy": federation.noisy.tolist(),
@@ -147,14 +143,15 @@ def _watched(lab: Lab, federation: Federation, warmups: Sequence[int]) -> dict[s
     }
 
 
-def _areas(lab: Lab, state: State, number: int) -> list[list[float]]:
+def _areas(lab: Lab, state: State) -> list[list[float | None]]:
     """What the others' heads part of each client's labels."""
-    method, clients = Watched(), sorted(lab.engine.clients)
-    asked = {k: Task("moments", number, state.model) for k in clients}
+    method, everyone = Watched(), tuple(sorted(lab.engine.clients))
+    clients = Clients(everyone, everyone)
+    asked = calibrated.questions(state, clients, everyone, heads=True)
+    after = calibrated.add_up(state, [_answered(item) for item in lab.engine.exchange(method, asked)])
+    asked = calibrated.questions(after, clients, everyone, heads=True)
     replies = [_answered(item).arrays for item in lab.engine.exchange(method, asked)]
-    sums = {name: np.sum([arrays[name] for arrays in replies], axis=0) for name in ("a", "b")}
-    asked = {k: Task("areas", number, state.model, arrays=sums) for k in clients}
-    return [_answered(item).arrays["areas"].tolist() for item in lab.engine.exchange(method, asked)]
+    return [calibrated.numbers(pairs_of(arrays[calibrated.AREAS])) for arrays in replies]
 
 
 def _answered(item: Any) -> Reply:
@@ -168,12 +165,11 @@ def _answered(item: Any) -> Reply:
 
 def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> list[bool]:
     """Whom a rule flags after a warm-up of so many rounds."""
-    if detector == "left out":
-        scored, explained = found["losses"][str(warmup)], _judged(found, warmup).explained
-        error = left_out.errors(np.array(scored["areas"]), np.array(scored["counts"], dtype=np.float64))
-        return left_out.judge(error, explained)
-    if detector == "calibrated":
-        return list(_judged(found, warmup).noisy)
+    if detector in ("shares", "calibrated"):
+        rows = _rows(found, warmup)
+        if detector == "calibrated":
+            return list(calibrated.judge(rows).noisy)
+        return list(explained.judge([[row[name] for name in SENT] for row in rows]).noisy)
     losses = found["losses"][str(warmup)]
     rule = NoisyClientDetector("paper" if detector == "paper" else "reference", seed=seed)
     with warnings.catch_warnings():
@@ -182,10 +178,17 @@ def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> 
     return [bool(flag) for flag in rule.noisy_]
 
 
-def _judged(found: Mapping[str, Any], warmup: int) -> Judgement:
+def _rows(found: Mapping[str, Any], warmup: int) -> list[dict[str, Any]]:
+    """What each client has sent for the calibrated rules."""
     rounds = [found["explained"][str(number)] for number in range(max(0, warmup - WATCHED), warmup)]
-    left, received = np.min(rounds, axis=0), np.array(found["losses"][str(warmup)]["received"])[:, 0]
-    return judge([[min(first, now), own] for (first, own), now in zip(left, received, strict=True)])
+    left, scored = np.min(rounds, axis=0), found["losses"][str(warmup)]
+    return [
+        dict(zip(SENT, (min(first, received[0]), own), strict=True))
+        | {calibrated.AREAS: parted, calibrated.COUNTS: counts}
+        for (first, own), received, parted, counts in zip(
+            left, scored["received"], scored["areas"], scored["counts"], strict=True
+        )
+    ]
 
 
 def table(known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], warmups: Sequence[int]) -> str:
@@ -193,7 +196,7 @@ def table(known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], w
     groups: dict[tuple[float, str, int, str], list[tuple[list[bool], list[bool]]]] = {}
     for setting in settings:
         for warmup in warmups:
-            for detector in RULES:
+            for detector in DETECTORS:
                 found = known[setting.key]
                 span = "" if setting.range is None else "({:g}, {:g})".format(*setting.range)
                 flagged = verdict(detector, found, warmup, setting.seed)

@@ -18,9 +18,7 @@ The server sorts the e's and cuts them where two groups are likeliest (Gaussians
 is noisy if two are likelier than one and its mean is well below the upper one's, and if either the upper group explains
 as much as clean labels do, or the two are far apart. Otherwise all clients are alike, and nobody is flagged, or
 everybody, by the median. Everybody may also mean that the warm-up was too short to tell; either way nobody is to be
-trusted more than others. A cut between two groups stays: whoever comes later is judged by it, from one measure with the
-model that the others were scored with. Until there is one, everybody is judged anew whenever somebody comes later, and
-whenever a method asks again.
+trusted more than others. `fednoro.calibrated` cuts by this alone where it has nothing better.
 
 Measures stay in a client's memory; when it is scored, it adds a last one of the model that all are scored with, and
 sends two numbers: min b_G and min b_k. They come from models that were trained on the same images, so that no noise of
@@ -31,18 +29,17 @@ and is not judged.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fednoro.left_out import Scale
 from fednoro.losses import log_prior, logit_adjusted_ce
-from fednoro.types import FedNoRoWarning, FloatArray, Reply, Site, State, Step, Task, Weights
-from fednoro.verdicts import SCORED, scoring_model
+from fednoro.types import FloatArray, Reply, Site, State, Step, Task, Weights
 
 WATCH = "watch"  # the setting of tasks that ask for a measure
 WATCHED = 5  # rounds: the smallest b of fewer still scatters
@@ -113,19 +110,32 @@ def watching(state: State, warmup: int, rounds: int = WATCHED) -> dict[str, bool
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdicts by explained shares."""
+    """Verdicts by explained shares, or by doubts where there are some."""
 
     explained: FloatArray  # e, K
     noisy: tuple[bool, ...]
     posterior: FloatArray  # K, of being noisy; ½ where nothing can be told
-    cut: float
+    cut: float  # of doubts, above it clients are noisy; of explained shares, below it
     steepness: float  # of the posterior around the cut
     parted: bool  # the cut lies between two groups
     everybody: bool  # who can be told anything about is noisy
     reason: str
+    error: FloatArray | None = None  # K, of the others' heads
+    doubt: FloatArray | None = None  # K
+    scale: Scale | None = None
+
+    def row(self, client: int) -> dict[str, Any]:
+        """What was found about the client at this place, as JSON."""
+        more = {"error": self.error, "doubt": self.doubt}
+        values = {name: float(found[client]) for name, found in more.items() if found is not None}
+        said = {"noisy": self.noisy[client], "posterior": float(self.posterior[client])}
+        known = {name: None if math.isnan(value) else value for name, value in values.items()}
+        return {**said, "explained": float(self.explained[client]), **known}
 
 
-def judge(evidence: Sequence[Sequence[float]], before: tuple[float, float] | None = None) -> Judgement:
+def judge(
+    evidence: Sequence[Sequence[float]], before: tuple[float, float] | None = None, alike: bool = False
+) -> Judgement:
     """Flags the clients whose explained share is below the cut, which is looked for unless it is given.
 
     A client with one class alone tells nothing, and is not flagged: e = 1.
@@ -133,11 +143,13 @@ def judge(evidence: Sequence[Sequence[float]], before: tuple[float, float] | Non
     Args:
         evidence: per client [b of the received model, b of its own], at least one.
         before: cut and steepness of an earlier judgement, for clients that come later.
+        alike: clients are known to be of one kind.
     """
     left = np.array(evidence, dtype=np.float64).reshape(-1, 2)
     told = left.any(axis=1)
     e = np.clip(1 - left.mean(axis=1), 0, 1)  # one client far below 0 would set the scale for all others
-    found = find_cut(e[told]) if before is None and told.any() else (ALIKE, 1.0, False)
+    look = cut_beyond if alike else find_cut
+    found = look(e[told]) if before is None and told.any() else (ALIKE, 1.0, False)
     cut, steepness, parted = found if before is None else (*before, True)
     noisy = told & (e < cut)
     power = np.where(told, steepness * (e - cut), 0.0)
@@ -163,6 +175,12 @@ def find_cut(shares: FloatArray) -> tuple[float, float, bool]:
         low, high = float(x[:number].mean()), float(x[number:].mean())
         if high - low >= APART and _two_kinds(low, high, likelier, len(x)):
             return float(x[number - 1 : number + 1].mean()), (high - low) / variance, True
+    return cut_beyond(x)
+
+
+def cut_beyond(shares: FloatArray) -> tuple[float, float, bool]:
+    """The same where all are alike: below all or above all of them, by the median."""
+    x = np.sort(shares)
     middle, variance = float(np.median(x)), float(x.var()) + SCATTER
     if middle < ALIKE:
         return max(ALIKE, float(x[-1]) + math.sqrt(SCATTER)), (ALIKE - middle) / variance, False
@@ -194,70 +212,3 @@ def _likeliest(x: FloatArray) -> tuple[int, float, float] | None:
         if best is None or likelier > best[1]:
             best = (below, likelier, variance)
     return best
-
-
-def record(state: State, scores: Sequence[Reply]) -> State:
-    """Judges the clients that have answered, by the cut found before where it parted two groups; writes to the memo."""
-    memo = {**state.memo, "asked_in": state.round}
-    usable = {str(reply.client): row for reply in scores if (row := _evidence(reply)) is not None}
-    if not usable:
-        message = f"round {state.round + 1}: no client could be scored, those not known are not trusted"
-        warnings.warn(message, FedNoRoWarning, stacklevel=2)
-        return replace(state, memo=memo, stage="detection", notes={})
-    before: Mapping[str, Any] = memo.get("detection", {})
-    model = scoring_model(state)
-    if before.get("clients", {}).keys() & usable.keys():
-        # Judged again: by the present model. What clients said of an earlier one is not on its scale.
-        before, model = {}, state.model
-    earlier: Mapping[str, Any] = before.get("clients", {})
-    rounds = dict.fromkeys(usable, state.round) | {k: row["round"] for k, row in earlier.items()}
-    if before.get("parted"):
-        found = judge(list(usable.values()), (before["cut"], before["steepness"]))
-        reason = before["reason"]
-    else:
-        others = {k: [row.get(name) for name in SENT] for k, row in earlier.items()}
-        usable = {k: row for k, row in others.items() if None not in row} | usable
-        found = judge(list(usable.values()))
-        reason = found.reason
-    judged = {
-        k: {"noisy": noisy, "posterior": float(p), "explained": float(e), **dict(zip(SENT, row, strict=True))}
-        | {"round": rounds[k]}
-        for (k, row), noisy, p, e in zip(usable.items(), found.noisy, found.posterior, found.explained, strict=True)
-    }
-    memo["detection"] = {
-        "reason": reason, "cut": found.cut, "steepness": found.steepness, "parted": found.parted,
-        "round": before.get("round", state.round) if before.get("parted") == found.parted else state.round,
-        "clients": {**earlier, **judged},
-    }  # fmt: skip
-    if not before.get("parted"):
-        memo["detector"] = {"trust": None if found.everybody else found.cut}
-    kept = {**state.kept, SCORED: model}
-    return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
-
-
-def _evidence(reply: Reply) -> list[float] | None:
-    """The two numbers that a client has sent; None where they cannot be used."""
-    row = [float(reply.metrics.get(name, math.nan)) for name in SENT]
-    return row if all(0 <= value < math.inf for value in row) else None
-
-
-def judged_in(state: State, default: int) -> int:
-    """How many rounds were over when the verdict was found; `default` before that."""
-    return int(state.memo.get("detection", {}).get("round", default))
-
-
-def nobody_trusted(state: State) -> bool:
-    """Whether there is a verdict, and it is that everybody is noisy."""
-    return "detector" in state.memo and state.memo["detector"]["trust"] is None
-
-
-def suspects(state: State, clients: Collection[int]) -> set[int]:
-    """Those of `clients` that are not trusted: noisy, or not judged while others are.
-
-    Where everybody is noisy, nobody is suspected more than others.
-    """
-    trust = state.memo.get("detector", {}).get("trust")
-    if trust is None:
-        return set()
-    rows = state.memo["detection"]["clients"]
-    return {k for k in clients if str(k) not in rows or rows[str(k)]["explained"] < trust}

@@ -18,7 +18,7 @@ import numpy as np
 from fednoro.methods import Method
 from fednoro.metrics import per_class_recall
 from fednoro.seeds import generator
-from fednoro.types import Clients, Failure, FedNoRoWarning, IntArray, Replies, Reply, State, Task, Weights
+from fednoro.types import PRODUCTS, Clients, Failure, FedNoRoWarning, IntArray, Replies, Reply, State, Task, Weights
 
 
 class Exchange(Protocol):
@@ -151,10 +151,11 @@ class Screen:
         return found
 
     def _unlike(self, reply: Reply) -> str | None:
-        """Arrays are by class, and of the same shape at all clients."""
+        """Arrays are by class, or square, and of the same shape at all clients."""
         for name, array in reply.arrays.items():
             shape = np.shape(array)
-            expected = self._shapes.get(name, (self.classes, *shape[1:]))
+            own = (shape[-1], shape[-1]) if name == PRODUCTS and shape else (self.classes, *shape[1:])
+            expected = self._shapes.get(name, own)
             if shape != expected:
                 return f"sent {name} of shape {shape}, expected was {expected}"
         return None

@@ -22,6 +22,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
+PRODUCTS = "products"  # the one array of a reply that is not by class: features by features
+
 
 class UserError(ValueError):
     """A mistake the user can correct: the command line prints its one line and exits with 2."""

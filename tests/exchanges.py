@@ -153,7 +153,12 @@ def check_close(task: Task, expected: Reply, found: Reply, precision: Precision)
     assert (found.client, found.size) == (expected.client, expected.size)
     assert found.arrays.keys() == expected.arrays.keys() and found.metrics.keys() == expected.metrics.keys()
     for key, array in expected.arrays.items():
-        if key == "centroids":  # means of features, which carry the errors of every layer before them
+        if key == "areas":  # ranks of a few images, which move by steps
+            np.testing.assert_array_equal(np.isnan(found.arrays[key]), np.isnan(array))
+            if np.isfinite(array).any():
+                assert np.nanmean(np.abs(found.arrays[key] - array)) <= 20 * allowed.loss
+            continue
+        if key in ("centroids", "products", "sums"):  # of features, which carry the errors of every layer before them
             off = np.linalg.norm(found.arrays[key] - array)
             assert off <= 3 * allowed.weights * np.linalg.norm(array)
             continue

@@ -17,8 +17,9 @@ and the server weighs each model by its distance to the nearest clean one:
 
     d(k) = min_{j ∈ S_c} ‖w_k − w_j‖₂,   D(k) = d(k) / max_j d(j),   w_g = Σ_k N_k e^{−D(k)} w_k / Σ_j N_j e^{−D(j)}
 
-With `detector: calibrated` clients are judged by the share of their labels that they can explain instead
-(`fednoro.explained`), which may flag nobody or everybody; stage 2 is the same.
+With `detector: calibrated` clients are judged by what they can explain of their labels and by what heads that are
+learnt from the others say about them instead (`fednoro.calibrated`), with `detector: shares` by the first alone
+(`fednoro.explained`). Either may flag nobody or everybody; stage 2 is the same.
 
 The paper's ablation takes pieces of stage 2 away: `noisy_clients` says whether flagged clients distil, train as clean
 ones do, or are left out (unless nobody else was drawn), `aggregation` whether distances count or sizes alone.
@@ -36,8 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fednoro.aggregate import average, distance_weights, nearest_clean
+from fednoro.calibrated import MOMENTS, add_up, questions, record, score, summed
 from fednoro.detect import Behaviour, NoisyClientDetector
-from fednoro.explained import WATCH, record, score, watch, watching
+from fednoro.explained import WATCH, watch, watching
 from fednoro.losses import distill, gaussian_ramp, log_prior, logit_adjusted_ce, per_class_losses
 from fednoro.methods.fedavg import Method, advance, nobody_answered
 from fednoro.options import option
@@ -55,8 +57,10 @@ class FedNoRo(Method):
     ramp_end: int | None = option(None, "rounds after which that weight is reached; default: 39/90 of stage 2", ge=1)
     temperature: float = option(0.8, "temperature of the teacher", gt=0)
     behaviour: Literal["paper", "reference"] = option("paper", "as the paper says, or as its published code does")
-    detector: Literal["paper", "reference", "calibrated"] | None = option(
-        None, "how clients are judged: by a mixture over class losses, or by what they explain; default: as `behaviour`"
+    detector: Literal["paper", "reference", "calibrated", "shares"] | None = option(
+        None,
+        "how clients are judged: by a mixture over class losses (paper, reference), by what they explain and what "
+        "others' heads say (calibrated), or by what they explain (shares); default: as `behaviour`",
     )
     covariance: Literal["full", "tied", "diag", "spherical"] = option("full", "shape of the mixture's components")
     adjust: Literal["student", "none", "both"] = option("student", "where log π_k enters the distillation term")
@@ -73,18 +77,23 @@ class FedNoRo(Method):
         self._refuse_to_blur()
 
     def _refuse_to_blur(self) -> None:
-        if self.detector == "calibrated" and (self.score_min_count or self.score_epsilon is not None):
+        if self._calibrated and (self.score_min_count or self.score_epsilon is not None):
             raise UserError(
-                "method.detector=calibrated sends no class losses that score_min_count or score_epsilon could protect: "
-                "set method.detector=paper, or leave these two out"
+                f"method.detector={self.detector} sends no class losses that score_min_count or score_epsilon could "
+                "protect: set method.detector=paper, or leave these two out"
             )
 
+    @property
+    def _calibrated(self) -> bool:
+        return self.detector in ("calibrated", "shares")
+
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
-        calibrated = self.detector == "calibrated"
         if state.round < self.warmup:
-            watched = watching(state, self.warmup) if calibrated else {}
+            watched = watching(state, self.warmup) if self._calibrated else {}
             return {k: Task("train", state.round, state.model, watched) for k in clients.drawn}
         if unknown := unscored(state, clients):
+            if self._calibrated:
+                return questions(state, clients, unknown, heads=self.detector == "calibrated")
             settings = {NOISE_SEED: state.seed} if self.score_epsilon is not None else {}
             return {k: Task("score", state.round, scoring_model(state), settings) for k in unknown}
         noisy, lam, chosen = verdicts(state), self.lam(state), clients.drawn
@@ -114,14 +123,14 @@ class FedNoRo(Method):
         return distill(logits, step.y, teacher, step.aux["lam"], self.temperature, log_pi, adjust=self.adjust)
 
     def work(self, task: Task, site: Site) -> Reply:
-        if task.name != "score":
+        if task.name == "train":
             reply = super().work(task, site)
             if WATCH in task.settings:
                 watch(task, site, reply.weights)
             return reply
-        if self.detector == "calibrated":
+        if self._calibrated:
             self._refuse_to_blur()  # a site may have asked for it
-            return score(task, site)
+            return summed(task, site) if task.name == MOMENTS else score(task, site)
         logits = site.logits(task, task.weights, augment=(self.detector or self.behaviour) == "reference")
         losses, counts = self._scores(logits, task, site)
         return Reply(site.client, site.size, arrays={"losses": losses, "counts": counts})
@@ -135,11 +144,13 @@ class FedNoRo(Method):
         return noisy_class_losses(samples, labels, site.classes, self.score_epsilon, rng, self.score_min_count)
 
     def fold(self, state: State, replies: Replies) -> State:
+        if replies.task == MOMENTS:
+            return add_up(state, replies)
         if replies.task == "score":
-            if self.detector == "calibrated":
+            if self._calibrated:
                 return record(state, list(replies))
-            detector = NoisyClientDetector(self.detector or self.behaviour, self.covariance, seed=state.seed)
-            return judge(state, list(replies), detector)
+            rule: Behaviour = "reference" if (self.detector or self.behaviour) == "reference" else "paper"
+            return judge(state, list(replies), NoisyClientDetector(rule, self.covariance, seed=state.seed))
         if state.round < self.warmup:
             return replace(super().fold(state, replies), stage="warm-up")
         noisy, lam = verdicts(state), self.lam(state)

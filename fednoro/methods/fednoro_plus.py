@@ -4,34 +4,34 @@ It goes beyond Wu et al., FedNoRo, IJCAI 2023, whose mixture always splits the c
 distillation collapses where most of them are noisy.
 
 Stage 1, rounds 1..T1: FedLA. In the last `watch` rounds each client also measures how much of its labels the model that
-it receives and the one that it trains explain, e_k (`fednoro.explained`). Clients below a cut are noisy, S_n. That may
-be nobody, and then all that follows is FedLA, to the bit. If it is everybody, there is nobody to learn from, and it is
-FedLA too, with a warning: to trust the half that explains most measured worse. But the warm-up may have been too short
-to tell, so everybody is judged again every few rounds (`revise`) in the first half of the run; later, models know wrong
-labels by heart. A client that could not be judged is not trusted until it is.
+it receives and the one that it trains explain, e_k (`fednoro.explained`). Then heads that are learnt from all the other
+clients say how far its labels follow its images (`fednoro.left_out`), and both together are its doubt. Clients above a
+cut are noisy, S_n (`fednoro.calibrated`). That may be nobody, and then all that follows is FedLA, to the bit. If it is
+everybody, there is nobody to learn from, and it is FedLA too, with a warning: to trust the half that explains most
+measured worse. But the warm-up may have been too short to tell, so everybody is judged again every few rounds
+(`revise`) in the first half of the run; later, models know wrong labels by heart. A client that could not be judged is
+not trusted until it is.
 
 Stage 2, purge, from the verdict on: FedLA on the clean clients S_c alone. The teacher f_T is the mean of the global
 models of these rounds, from the tenth on their moving average: w_T ← a w_T + (1 − a) w_g, a = min(0.9, t / (t + 1)),
 t = 0, 1, …
 
-Correct, once: on each noisy client, with the teacher's logits on its plain images, EM for the true labels under the
-client's own noise transitions,
+Correct, once: on each noisy client, by what the teacher says on average about `views` augmented versions v of an image,
 
-    p_i(y) ∝ softmax(f_T(x_i))_y √(n_k(y) + ½)
-    r_i(y) ∝ p_i(y) T_k(y, ȳ_i),   T_k(y, ·) ∝ Σ_i r_i(y) 1[ȳ_i = ·] + 2 I + 2/C
-    q_i = (p_i + r_i) / 2
+    p_i(y) ∝ mean_v softmax(f_T(v(x_i)))_y √(n_k(y) + ½)
 
-n_k(y) being how many of its given labels are y. With frequencies that EM estimates too, it may run away to classes that
-the teacher favours: on one federation of HAM10000 7% of the labels were right in the end. EM takes mistakes for
-independent of the image, which annotators' are not, and believes given labels too much; the teacher alone, p, is right
-more often, but is no news to a model that descends from it. Half of each did well where either was the better one.
+n_k(y) being how many of its given labels are y. That is all that given labels are used for, because annotators'
+mistakes depend on the image. q = p, unless EM for the true labels under the client's own noise transitions, which takes
+mistakes for independent of the image, is given a share (`opinion` o below 1):
+
+    r_i(y) ∝ p_i(y) T_k(y, ȳ_i),   T_k(y, ·) ∝ Σ_i r_i(y) 1[ȳ_i = ·] + 2 I + 2/C,   q_i = o p_i + (1 − o) r_i
 
 Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) + log π_k)_y with
 π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo.
 
-Each choice can be taken back: `ema` 0 (the last model as teacher), `opinion` (1: the teacher's p alone, 0: EM's r),
-`correct_every` (not once), `targets` (hard labels, or FedNoRo's distillation with both sides adjusted in place of
-corrected labels), `aggregation` (by size alone).
+Each choice can be taken back: `detector` (explained shares alone), `ema` 0 (the last model as teacher), `views` 0
+(plain images), `opinion` (0: EM alone), `correct_every` (not once), `targets` (hard labels, or FedNoRo's distillation
+with both sides adjusted in place of corrected labels), `aggregation` (by size alone).
 """
 
 from __future__ import annotations
@@ -47,24 +47,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fednoro.aggregate import average
-from fednoro.explained import (
-    WATCH,
-    WATCHED,
+from fednoro.calibrated import (
+    MOMENTS,
+    add_up,
     judged_in,
     nobody_trusted,
+    questions,
     record,
     score,
+    summed,
     suspects,
-    watch,
-    watching,
 )
+from fednoro.explained import WATCH, WATCHED, watch, watching
 from fednoro.losses import distill, held, log_prior, logit_adjusted_ce
 from fednoro.methods.fedavg import Method
 from fednoro.methods.fednoro import by_distance
 from fednoro.options import option
 from fednoro.seeds import generator
 from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, Site, State, Step, Task, UserError
-from fednoro.verdicts import scoring_model, unscored, verdicts
+from fednoro.verdicts import unscored, verdicts
 
 TEACHER = "teacher"  # among a state's kept models
 CORRECTED = "corrected_after"  # in the memo: how many rounds were over when a client's labels were corrected
@@ -80,13 +81,17 @@ class FedNoRoPlus(Method):
 
     warmup: int = option(10, "rounds of FedLA before the clients are judged (T1)", ge=1)
     watch: int = option(WATCHED, "of these, the last ones in which clients measure what they can explain", ge=1)
+    detector: Literal["calibrated", "shares"] = option(
+        "calibrated", "how clients are judged: by what they explain and what others' heads say, or by the first alone"
+    )
     revise: int = option(5, "rounds after which everybody, if flagged, is judged again; 0: never", ge=0)
-    purge: int | None = option(None, "rounds on clean clients alone; default: 2/9 of what follows the verdict", ge=0)
+    purge: int | None = option(None, "rounds on clean clients alone; default: 4/9 of what follows the verdict", ge=0)
     ema: float = option(
         0.9, "how much of the teacher stays in a round, once it is the mean of enough of them", ge=0, lt=1
     )
-    iterations: int = option(15, "steps of EM when labels are corrected", ge=1)
-    opinion: float = option(0.5, "share of the teacher's own opinion in corrected labels; the rest is EM's", ge=0, le=1)
+    views: int = option(8, "augmented views of an image that the teacher is asked about; 0: the plain image", ge=0)
+    opinion: float = option(1.0, "share of the teacher's own opinion in corrected labels; the rest is EM's", ge=0, le=1)
+    iterations: int = option(15, "steps of EM, where that has a share", ge=1)
     correct_every: int | None = option(None, "rounds after which labels are corrected anew; default: never", ge=1)
     targets: Literal["soft", "hard", "distil"] = option("soft", "what noisy clients learn in the end")
     aggregation: Literal["distance", "size"] = option("distance", "what models are weighted by in the end")
@@ -107,7 +112,7 @@ class FedNoRoPlus(Method):
 
     def purged(self, rounds: int, judged: int) -> int:
         """The round after which noisy clients come back; they do not where that is beyond the run."""
-        return judged + (max(1, round(2 / 9 * (rounds - judged))) if self.purge is None else self.purge)
+        return judged + (max(1, round(4 / 9 * (rounds - judged))) if self.purge is None else self.purge)
 
     # Server
 
@@ -117,10 +122,11 @@ class FedNoRoPlus(Method):
             return {k: Task("train", state.round, state.model, settings) for k in clients.drawn}
         may_change = self._may_change(state)
         due = may_change and state.round - judged_in(state, self.warmup) >= self.revise
+        heads = self.detector == "calibrated"
         if due and state.memo.get("asked_in") != state.round:  # where nobody answers, in a later round
-            return {k: Task("score", state.round, state.model) for k in clients.present}
+            return questions(state, clients, clients.present, heads, anew=True)
         if self.noisy is None and (unknown := unscored(state, clients)):
-            return {k: Task("score", state.round, scoring_model(state)) for k in unknown}
+            return questions(state, clients, unknown, heads)
         if may_change:
             return {k: Task("train", state.round, state.model, {WATCH: True}) for k in clients.drawn}
         noisy, chosen = self._suspects(state, clients.present), clients.drawn
@@ -155,6 +161,8 @@ class FedNoRoPlus(Method):
         return done is None or (self.correct_every is not None and state.round - done >= self.correct_every)
 
     def fold(self, state: State, replies: Replies) -> State:
+        if replies.task == MOMENTS:
+            return add_up(state, replies)
         if replies.task == "score":
             return self._judged(state, replies)
         if replies.task == "correct":
@@ -222,6 +230,8 @@ class FedNoRoPlus(Method):
         return logit_adjusted_ce(logits, step.y, log_pi)
 
     def work(self, task: Task, site: Site) -> Reply:
+        if task.name == MOMENTS:
+            return summed(task, site)
         if task.name == "score":
             return score(task, site)
         if task.name == "correct":
@@ -235,19 +245,36 @@ class FedNoRoPlus(Method):
 
     def _correct(self, task: Task, site: Site) -> Tensor:
         """Keeps q; says how many labels are no longer the most probable ones."""
-        q = corrected(site.logits(task, task.weights), site.labels, site.classes, self.iterations, self.opinion)
+        q = corrected(self._opinion(task, site), site.labels, site.classes, self.iterations, self.opinion)
         site.memory[CORRECTED_FROM] = site.labels
         site.memory[SOFT] = (held(q.argmax(dim=1), site.classes) if self.targets == "hard" else q).float()
         return (q.argmax(dim=1) != site.labels).sum()
 
+    def _opinion(self, task: Task, site: Site) -> Tensor:
+        """What the teacher says about each image, N×C in float64: probabilities, mean over the views."""
+        if not self.views:
+            return torch.softmax(site.logits(task, task.weights).double(), dim=1)
+        named = [replace(task, name=f"{task.name}.{view}") for view in range(self.views)]  # the name keys the draws
+        said = (torch.softmax(site.logits(view, task.weights, augment=True).double(), dim=1) for view in named)
+        return torch.stack(list(said)).mean(dim=0)
 
-def corrected(logits: Tensor, labels: Tensor, classes: int, iterations: int, opinion: float) -> Tensor:
-    """What each image's label really is, q, N×C in float64: the teacher's opinion, and EM over noise transitions."""
-    p = torch.softmax(logits.double(), dim=1)
-    p = torch.where(p.isnan(), 1 / classes, p)  # an image about which the teacher says nothing
+
+def corrected(said: Tensor, labels: Tensor, classes: int, iterations: int, opinion: float) -> Tensor:
+    """What each image's label really is, q, N×C in float64: the teacher's opinion, and EM over noise transitions.
+
+    Args:
+        said: the teacher's probabilities, N×C.
+        labels: as given, N.
+        classes: C.
+        iterations: of EM.
+        opinion: the teacher's share in q.
+    """
+    p = torch.where(said.isnan(), 1 / classes, said.double())  # an image about which the teacher says nothing
     given = held(labels, classes).double()  # N×C
     p = p * (given.sum(dim=0) + 0.5).sqrt()
     p = p / p.sum(dim=1, keepdim=True)
+    if opinion == 1:
+        return p
     prior = 2 * torch.eye(classes, dtype=p.dtype, device=p.device) + 2 / classes
     transitions = prior / prior.sum(dim=1, keepdim=True)  # T[y, ȳ]
     r = p

@@ -153,7 +153,7 @@ def test_labels_are_corrected_by_the_teacher_and_em_over_transitions(
     images: int, present: int, steps: int, opinion: float
 ) -> None:
     logits, labels = drawn(images, 7 * images + present, present)
-    q = corrected(logits, labels, CLASSES, steps, opinion)
+    q = corrected(torch.softmax(logits, dim=1), labels, CLASSES, steps, opinion)
     assert q.dtype == torch.float64
     np.testing.assert_allclose(q.numpy(), em_by_hand(logits, labels, steps, opinion), rtol=1e-9, atol=1e-14)
 
@@ -164,7 +164,7 @@ def test_correction_finds_a_systematic_swap() -> None:
     truth = rng.integers(0, CLASSES, 300)
     given = np.where(rng.random(300) < 0.7, np.array([1, 0, 2, 3])[truth], truth)
     outputs = torch.from_numpy(rng.normal(size=(300, CLASSES)) + 2.5 * np.eye(CLASSES)[truth])
-    q = corrected(outputs, torch.from_numpy(given), CLASSES, 15, 0.5)
+    q = corrected(torch.softmax(outputs, dim=1), torch.from_numpy(given), CLASSES, 15, 0.5)
     before, teacher, after = (
         (found == truth).mean() for found in (given, outputs.argmax(1).numpy(), q.argmax(1).numpy())
     )
@@ -174,7 +174,7 @@ def test_correction_finds_a_systematic_swap() -> None:
 def test_an_image_without_usable_outputs_leaves_the_others_as_they_are_sound() -> None:
     logits, labels = drawn(20, 3)
     logits[4] = math.nan
-    q = corrected(logits, labels, CLASSES, 15, 0.5)
+    q = corrected(torch.softmax(logits, dim=1), labels, CLASSES, 15, 0.5)
     assert q.isfinite().all() and torch.allclose(q.sum(dim=1), torch.ones(20, dtype=torch.float64))
 
 

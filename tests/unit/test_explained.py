@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,22 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fednoro.engine import EagerEngine
-from fednoro.explained import (
-    EVIDENCE,
-    SENT,
-    WATCH,
-    find_cut,
-    judge,
-    left_over,
-    record,
-    score,
-    suspects,
-    watch,
-    watching,
-)
+from fednoro.explained import EVIDENCE, SENT, WATCH, find_cut, judge, left_over, score, watch, watching
 from fednoro.losses import log_prior
-from fednoro.types import FedNoRoWarning, Reply, Task
-from fednoro.verdicts import verdicts
+from fednoro.types import Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -149,6 +135,13 @@ def test_who_tells_nothing_is_not_flagged_and_that_is_said_by_the_posterior() ->
     assert silent.noisy == (False,) and not silent.everybody and silent.posterior.tolist() == [0.5]
 
 
+@given(SHARES)
+def test_clients_that_are_known_to_be_alike_are_all_noisy_or_all_clean(shares: list[float]) -> None:
+    found = judge(rows(shares), alike=True)
+    assert found.everybody == (np.median(found.explained) < 0.42) and not found.parted
+    assert set(found.noisy) == {found.everybody}
+
+
 # What a client measures
 
 
@@ -209,61 +202,3 @@ def test_a_client_says_what_it_has_watched_and_measures_only_if_it_has_not() -> 
 def test_watching_is_the_last_rounds_of_the_warm_up() -> None:
     asked = [t for t in range(10) if watching(replace(start(seed=7), round=t), 10, 3)]
     assert asked == [7, 8, 9] and watching(start(seed=7), 2, 5) == {WATCH: True}
-
-
-# What the server makes of it
-
-
-def reply(k: int, e: float, **changed: float) -> Reply:
-    return Reply(k, 9, metrics={**dict(zip(SENT, rows([e])[0], strict=True)), **changed})
-
-
-def test_a_late_client_is_judged_by_the_first_cut_and_moves_nobody() -> None:
-    first = record(start(), [reply(0, 0.8), reply(1, 0.2), reply(2, 0.1)])
-    cut = first.memo["detection"]["cut"]
-    assert cut == pytest.approx(0.5) and verdicts(first) == {0: False, 1: True, 2: True}
-    later = record(replace(first, round=3), [reply(3, 0.49), reply(4, 0.51)])
-    assert verdicts(later) == {**verdicts(first), 3: True, 4: False}
-    assert later.memo["detection"]["cut"] == cut
-    assert later.memo["detection"]["reason"] == first.memo["detection"]["reason"]
-    assert later.memo["detector"] == first.memo["detector"]
-    known = first.memo["detection"]["clients"]
-    assert {k: row for k, row in later.memo["detection"]["clients"].items() if k in known} == known
-    assert later.memo["detection"]["clients"]["4"]["round"] == 3
-    assert json.loads(json.dumps(later.memo, allow_nan=False)) == later.memo
-
-
-def test_until_two_groups_were_found_everybody_is_judged_anew() -> None:
-    first = record(start(), [reply(0, 0.1), reply(1, 0.15)])
-    assert verdicts(first) == {0: True, 1: True} and suspects(first, range(2)) == set()
-    later = record(replace(first, round=3), [reply(2, 0.8), reply(3, 0.7)])
-    assert verdicts(later) == {0: True, 1: True, 2: False, 3: False} and suspects(later, range(4)) == {0, 1}
-    assert [row["round"] for row in later.memo["detection"]["clients"].values()] == [0, 0, 3, 3]
-    assert later.memo["detection"]["parted"] and "2 of 4 clients flagged" in later.memo["detection"]["reason"]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1])
-@pytest.mark.parametrize("name", SENT)
-def test_numbers_that_cannot_be_are_no_answer(name: str, bad: float) -> None:
-    after = record(start(), [reply(0, 0.8), reply(1, 0.7, **{name: bad})])
-    assert verdicts(after) == {0: False} and suspects(after, (0, 1)) == {1}
-
-
-def test_an_answer_without_the_numbers_is_none() -> None:
-    with pytest.warns(FedNoRoWarning, match="no client could be scored"):
-        after = record(start(), [Reply(0, 5), Reply(1, 5, metrics={"left_own": 0.2})])
-    assert verdicts(after) == {} and suspects(after, (0, 1)) == set() and after.memo == {"asked_in": 0}
-
-
-@given(SHARES)
-def test_those_below_the_cut_are_suspected_unless_everybody_is(shares: list[float]) -> None:
-    after = record(start(), [reply(k, e) for k, e in enumerate(shares)])
-    flags, doubted = verdicts(after), suspects(after, range(len(shares)))
-    assert doubted == (set() if all(flags.values()) else {k for k, noisy in flags.items() if noisy})
-
-
-def test_trust_does_not_change_when_others_come_later() -> None:
-    first = record(start(), [reply(k, e) for k, e in enumerate([0.1, 0.2, 0.9])])
-    assert suspects(first, range(3)) == {0, 1}
-    later = record(first, [reply(3, 0.8), reply(4, 0.0)])
-    assert suspects(later, range(6)) == {0, 1, 4, 5}, "the last one has not been judged"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+import math
 
 import numpy as np
 import pytest
@@ -14,14 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def rule() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT))
-        yield import_module("benchmarks.left_out")
+from fednoro import left_out as rule
 
 
 def sites(count: int = 4, features: int = 5, classes: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -32,7 +22,7 @@ def sites(count: int = 4, features: int = 5, classes: int = 3) -> list[tuple[tor
     ]
 
 
-def test_the_head_is_ridge_regression_on_the_others(rule: Any) -> None:
+def test_the_head_is_ridge_regression_on_the_others() -> None:
     data, classes = sites(), 3
     sums = [sum(part) for part in zip(*(rule.moments(x, y, classes) for x, y in data), strict=True)]
     for k, (x, y) in enumerate(data):
@@ -45,51 +35,122 @@ def test_the_head_is_ridge_regression_on_the_others(rule: Any) -> None:
         wanted = torch.cat([labels - level, torch.zeros(others.shape[1], classes).double()])
         weights = torch.linalg.lstsq(rows, wanted).solution
         expected = (x.double() - others.mean(0)) @ weights + level
-        torch.testing.assert_close(rule.scores(x, y, *sums), expected)
+        torch.testing.assert_close(rule.outputs(x, y, *sums), expected)
+        own = rule.moments(x, y, classes)
+        late = rule.outputs(x, y, sums[0] - own[0], sums[1] - own[1], counted=False)
+        torch.testing.assert_close(late, expected)
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 25), steps=st.integers(1, 6))
-def test_areas_count_pairs_of_images(rule: Any, seed: int, size: int, steps: int) -> None:
+def test_areas_count_pairs_of_images(seed: int, size: int, steps: int) -> None:
     rng = np.random.default_rng(seed)
     outputs, labels = rng.integers(0, steps + 1, (size, 3)).astype(float), rng.integers(0, 3, size)  # with ties
     found = rule.areas(outputs, labels)
-    for area, (i, j) in zip(found, itertools.combinations(range(3), 2), strict=True):
+    np.testing.assert_array_equal(found, found.T)
+    assert np.isnan(np.diag(found)).all()
+    for area, (i, j) in zip(rule.pairs_of(found), itertools.combinations(range(3), 2), strict=True):
         margin = outputs[:, i] - outputs[:, j]
         won = [(a > b) + (a == b) / 2 for a in margin[labels == i] for b in margin[labels == j]]
         assert np.isnan(area) if not won else abs(area - np.mean(won)) < 1e-12
 
 
-def test_errors_leave_out_what_is_hard_for_everybody(rule: Any) -> None:
+@pytest.mark.parametrize("same", [True, False], ids=["one image again and again", "no image"])
+def test_sums_that_tell_nothing_make_a_head_of_zeros(same: bool) -> None:
+    x, y = torch.ones(9, 4), torch.arange(9) % 3
+    a, b = rule.moments(x if same else x[:0], y if same else y[:0], 3)
+    assert not rule.head(a, b).any()
+
+
+def test_errors_leave_out_what_is_hard_for_everybody() -> None:
     mu, delta = np.array([0.7, 0.9, 0.8]), np.array([0.1, 0.0, -0.1, 0.05])
     counts = np.array([[9.0, 5, 3], [4, 4, 4], [20, 1, 7], [3, 3, 0]])
     parted = mu + delta[:, None]
     parted[3, [1, 2]] = np.nan  # the last client lacks a class
-    found = rule.errors(parted, counts)
+    scale = rule.difficulty(parted, counts)
+    found = rule.errors(parted, counts, scale)
     np.testing.assert_allclose(found - found[1], -2 * (delta - delta[1]), atol=1e-6)
-    full = rule.errors(mu + delta[:3, None], counts[:3])
-    assert 0 < full.min() < full.max() < 1
+    # Who comes later is seen on the same scale.
+    np.testing.assert_allclose(rule.errors(parted[2:], counts[2:], scale), found[2:])
+    full = rule.difficulty(mu + delta[:3, None], counts[:3])
+    assert 0 < rule.errors(mu + delta[:3, None], counts[:3], full).min() < 1
+
+
+def test_mu_and_delta_are_the_weighted_least_squares() -> None:
+    """Against one system of equations for all of them."""
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 9, (6, 4)).astype(float)
+    i, j = np.triu_indices(4, 1)
+    parted = np.where((counts[:, i] > 0) & (counts[:, j] > 0), rng.random((6, 6)), np.nan)
+    rows, wanted = [], []
+    for k, p in itertools.product(range(6), range(6)):
+        if not math.isnan(parted[k, p]):
+            weight = 1 / (0.25 * (1 / counts[k, i[p]] + 1 / counts[k, j[p]]) + 0.03)
+            rows.append(math.sqrt(weight) * np.concatenate([np.eye(6)[p], np.eye(6)[k]]))
+            wanted.append(math.sqrt(weight) * parted[k, p])
+    solution = np.linalg.lstsq(np.array(rows), np.array(wanted), rcond=None)[0]
+    found = rule.errors(parted, counts, rule.difficulty(parted, counts))
+    told = ~np.isnan(parted).all(axis=1)
+    np.testing.assert_allclose(np.diff(found[told]), np.diff(-2 * solution[6:][told]), atol=1e-4)
+
+
+def test_a_pair_that_nobody_else_has_says_nothing_about_who_comes_later() -> None:
+    counts = np.array([[5.0, 5, 0], [5, 5, 0], [5, 5, 5]])
+    parted = np.array([[0.9, np.nan, np.nan], [0.8, np.nan, np.nan], [0.85, 0.1, 0.1]])
+    scale = rule.difficulty(parted[:2], counts[:2])
+    alone = rule.errors(np.where(np.arange(3) == 0, parted[2:], np.nan), counts[2:], scale)
+    assert rule.errors(parted[2:], counts[2:], scale) == pytest.approx(alone)
+    assert np.isnan(rule.errors(np.full((1, 3), np.nan), counts[2:], scale)).all()
+
+
+def cut_of(error: np.ndarray, explained: np.ndarray) -> list[bool] | None:
+    doubt = rule.doubts(error, explained)
+    found = rule.find_cut(doubt, error, explained)
+    return None if found is None else [bool(flag) for flag in doubt > found[0]]
 
 
 @pytest.mark.parametrize("noisy", [2, 8, 15])
-def test_two_groups_are_told_apart(rule: Any, noisy: int) -> None:
+def test_two_groups_are_told_apart(noisy: int) -> None:
     rng = np.random.default_rng(noisy)
     error = np.concatenate([rng.normal(0.5, 0.06, noisy), rng.normal(0.15, 0.03, 20 - noisy)])
     flags = [True] * noisy + [False] * (20 - noisy)
-    assert rule.noisy(error) == flags
-    assert rule.judge(error, np.where(flags, 0.2, 0.45)) == flags
-    # Nobody is trusted who explains nothing.
-    assert rule.judge(error, np.full(20, 0.1)) == [True] * 20
+    assert cut_of(error, np.where(flags, 0.2, 0.45)) == flags
+    assert cut_of(error, np.full(20, 0.1)) is None, "nobody is trusted who explains nothing"
 
 
-@pytest.mark.parametrize(("explained", "noisy"), [(0.5, False), (0.2, True)])
-def test_who_are_alike_are_all_noisy_or_all_clean(rule: Any, explained: float, noisy: bool) -> None:
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0.01, 1), min_size=3, max_size=12, unique=True))
+def test_the_cut_is_the_likeliest_of_all(error: list[float]) -> None:
+    """By hand, over all cuts; twice the error and something explained, or none."""
+    explained = np.linspace(0.35, 0.6, len(error))
+    doubt = rule.doubts(np.array(error), explained)
+    order = sorted(range(len(error)), key=lambda k: doubt[k])
+    x = [math.log(doubt[k]) for k in order]
+    costs = {}
+    for below in range(2, len(x)):
+        within = mixing = 0.0
+        for part in (x[:below], x[below:]):
+            mean = sum(part) / len(part)
+            within += sum((v - mean) ** 2 for v in part)
+            mixing += len(part) * math.log(len(part) / len(x))
+        costs[below] = len(x) * math.log(within / len(x) + rule.VARIANCE) - 2 * mixing
+    below = min(costs, key=costs.__getitem__)
+    clean, noisy = ([error[k] + 0.02 for k in part] for part in (order[:below], order[below:]))
+    twice = sum(noisy) / len(noisy) >= 2 * sum(clean) / len(clean)
+    found = rule.find_cut(doubt, np.array(error), explained)
+    assert (found is not None) == twice
+    if found is not None:
+        assert math.log(found[0]) == pytest.approx((x[below - 1] + x[below]) / 2)
+        assert found[1] > 0
+
+
+def test_who_are_alike_are_not_parted() -> None:
     error = np.random.default_rng(0).normal(0.3, 0.03, 20)
-    assert rule.noisy(error) is None
-    assert rule.judge(error, np.full(20, explained)) == [noisy] * 20
+    assert cut_of(error, np.full(20, 0.5)) is None
 
 
-def test_one_client_alone_is_not_a_group_to_trust(rule: Any) -> None:
-    assert rule.noisy(np.array([0.05, *[0.5] * 9])) is None
-    assert rule.noisy(np.zeros(5)) is None
-    assert rule.noisy(np.array([0.3])) is None
+def test_one_client_alone_is_not_a_group_to_trust() -> None:
+    half = np.full(10, 0.5)
+    assert cut_of(np.array([0.05, *[0.5] * 9]), half) is None
+    assert cut_of(np.zeros(5), half[:5]) is None
+    assert cut_of(np.array([0.3]), half[:1]) is None and cut_of(np.array([0.1, 0.9]), half[:2]) is None

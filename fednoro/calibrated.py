@@ -1,0 +1,230 @@
+"""The calibrated detector: who is noisy, nobody, some or everybody, on a scale that needs no constant of a data set.
+
+Two measures make a client's doubt: which share of its labels it cannot explain (`fednoro.explained`), and how badly
+heads that are learnt from the others part its labels (`fednoro.left_out`). The second asks for an exchange of its own
+before clients are scored, `moments`: each sends two sums over the global model's features, and receives their totals
+with the question for its score. Where no heads can be learnt, explained shares decide alone: among very few clients,
+with a network that has no `features`, and if a method asks for it.
+
+A cut between two groups stays: whoever comes later is judged by it, from one measure with the model and the totals that
+the others were scored with. Until there is one, everybody is judged anew whenever somebody comes later, and whenever a
+method asks again.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fednoro import explained, left_out
+from fednoro.explained import FEW, SENT, Judgement
+from fednoro.left_out import Scale
+from fednoro.types import PRODUCTS, Clients, FedNoRoWarning, FloatArray, Reply, Site, State, Task, UserError, Weights
+from fednoro.verdicts import SCORED, scoring_model
+
+MOMENTS = "moments"  # the task; among a state's kept models: the totals
+SUMS, AREAS, COUNTS = "sums", "areas", "counts"  # among the arrays that are sent, with PRODUCTS
+COUNTED = "counted"  # among the settings of a score: whether the client has a part in the totals
+WIDEST = 2048  # features: more would be a message larger than the model
+
+
+# Client
+
+
+def summed(task: Task, site: Site) -> Reply:
+    """A client's part of the sums that heads are learnt from; nothing where the network has no features."""
+    try:
+        features = site.features(task.weights)
+    except UserError:  # it says that there are none
+        return Reply(site.client, site.size)
+    if features.shape[1] > WIDEST:
+        return Reply(site.client, site.size)
+    a, b = left_out.moments(features.cpu(), site.labels.cpu(), site.classes)
+    return Reply(site.client, site.size, arrays={PRODUCTS: a.numpy(), SUMS: b.t().contiguous().numpy()})
+
+
+def score(task: Task, site: Site) -> Reply:
+    """What a client explains of its labels, and what the others' heads part of them, where their totals came along."""
+    reply = explained.score(task, site)
+    if PRODUCTS not in task.arrays:
+        return reply
+    features, labels = site.features(task.weights).cpu(), site.labels.cpu()
+    a, b = torch.from_numpy(task.arrays[PRODUCTS]), torch.from_numpy(task.arrays[SUMS]).t()
+    said = left_out.outputs(features, labels, a, b, bool(task.settings[COUNTED]))
+    parted = left_out.areas(said.numpy(), labels.numpy())
+    return replace(reply, arrays={AREAS: parted, COUNTS: site.counts.double().cpu().numpy()})
+
+
+# Server
+
+
+def questions(state: State, clients: Clients, asked: Iterable[int], heads: bool, anew: bool = False) -> dict[int, Task]:
+    """What to ask of clients that are to be scored, `anew` by the present model: first for sums, then for scores.
+
+    Args:
+        state: the server's.
+        clients: whom the server can ask.
+        asked: those to be scored.
+        heads: whether others' heads shall count.
+        anew: everybody is judged again.
+    """
+    first = anew or "detector" not in state.memo
+    model = state.model if first else scoring_model(state)
+    known: Mapping[str, Any] = state.memo.get(MOMENTS, {})
+    if first and heads and len(clients.present) > FEW and known.get("round") != state.round:
+        return {k: Task(MOMENTS, state.round, model) for k in clients.present}
+    if not heads or not known.get("clients") or (first and known["round"] != state.round):
+        return {k: Task("score", state.round, model) for k in asked}
+    totals = _unpacked(state.kept[MOMENTS], state.classes)
+    return {k: Task("score", state.round, model, {COUNTED: k in known["clients"]}, totals) for k in asked}
+
+
+def add_up(state: State, replies: Iterable[Reply]) -> State:
+    """Keeps the totals of the clients' sums, and who has a part in them."""
+    total: FloatArray | None = None
+    parts: list[int] = []
+    for reply in replies:
+        if not {PRODUCTS, SUMS} <= reply.arrays.keys():
+            continue
+        products, sums = reply.arrays[PRODUCTS], reply.arrays[SUMS]
+        usable = products.shape == (sums.shape[-1],) * 2 and np.isfinite(products).all() and np.isfinite(sums).all()
+        part = np.concatenate([products.ravel(), sums.ravel()])
+        if not usable or (total is not None and total.shape != part.shape):
+            message = f"client {reply.client} sent sums that cannot be used: heads are learnt without it"
+            warnings.warn(message, FedNoRoWarning, stacklevel=2)
+            continue
+        total = part if total is None else total + part
+        parts.append(reply.client)
+    memo = {**state.memo, MOMENTS: {"round": state.round, "clients": parts}}
+    kept = {name: model for name, model in state.kept.items() if name != MOMENTS}
+    if total is not None:
+        kept[MOMENTS] = Weights(torch.from_numpy(total), torch.zeros(0, dtype=torch.int64))
+    return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+
+
+def _unpacked(totals: Weights, classes: int) -> dict[str, FloatArray]:
+    values = totals.values.double().cpu().numpy()
+    side = round((math.sqrt(classes**2 + 4 * len(values)) - classes) / 2)  # side² + classes · side values
+    return {PRODUCTS: values[: side**2].reshape(side, side), SUMS: values[side**2 :].reshape(classes, side)}
+
+
+def judge(rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None = None) -> Judgement:
+    """Flags clients by their doubts, or by their explained shares where there are none.
+
+    Args:
+        rows: what each client has sent, at least one: `SENT`, and `AREAS` (pairs) and `COUNTS` where there are heads.
+        before: an earlier verdict that parted two groups, as it is in the memo; for clients that come later.
+    """
+    evidence = [[row[name] for name in SENT] for row in rows]
+    heads = all(AREAS in row for row in rows)
+    if before is not None and "pairs" not in before:
+        return explained.judge(evidence, (before["cut"], before["steepness"]))
+    alone = explained.judge(evidence)
+    if not heads or (before is None and len(rows) <= FEW):
+        return alone
+    parted = np.array([row[AREAS] for row in rows], dtype=np.float64)  # None becomes NaN
+    counts = np.array([row[COUNTS] for row in rows], dtype=np.float64)
+    if before is None:
+        scale = left_out.difficulty(parted, counts)
+    else:
+        scale = Scale(np.array(before["pairs"], dtype=np.float64), before["mean"], before["cut"], before["steepness"])
+    error = left_out.errors(parted, counts, scale)
+    doubt = left_out.doubts(error, alone.explained)
+    told = ~np.isnan(doubt) & np.array([any(row) for row in evidence])
+    if before is None:
+        found = left_out.find_cut(doubt[told], error[told], alone.explained[told])
+        if found is None:
+            return explained.judge(evidence, alike=True)
+        scale = replace(scale, cut=found[0], steepness=found[1])
+    noisy = told & (np.where(told, doubt, 0.0) > scale.cut)
+    power = np.where(told, scale.steepness * (math.log(scale.cut) - np.log(np.where(told, doubt, 1.0))), 0.0)
+    posterior = 1 / (1 + np.exp(np.clip(power, -700, 700)))
+    known = doubt[told]
+    span = f"{known.min():.2f} to {known.max():.2f}" if len(known) else "none"
+    reason = f"{int(noisy.sum())} of {len(rows)} clients flagged: doubts {span}, cut at {scale.cut:.2f}"
+    return Judgement(
+        alone.explained, tuple(bool(flag) for flag in noisy), posterior, scale.cut, scale.steepness,
+        parted=True, everybody=False, reason=reason, error=error, doubt=doubt, scale=scale,
+    )  # fmt: skip
+
+
+def record(state: State, scores: Sequence[Reply]) -> State:
+    """Judges the clients that have answered, by the cut found before where it parted two groups; writes to the memo."""
+    memo = {**state.memo, "asked_in": state.round}
+    usable = {str(reply.client): row for reply in scores if (row := _evidence(reply, state.classes)) is not None}
+    before: Mapping[str, Any] = memo.get("detection", {})
+    if "pairs" in before:  # by heads, and so is whoever comes later
+        usable = {k: row for k, row in usable.items() if AREAS in row}
+    if not usable:
+        message = f"round {state.round + 1}: no client could be scored, those not known are not trusted"
+        warnings.warn(message, FedNoRoWarning, stacklevel=2)
+        return replace(state, memo=memo, stage="detection", notes={})
+    model = scoring_model(state)
+    if before.get("clients", {}).keys() & usable.keys():
+        # Judged again: by the present model. What clients said of an earlier one is not on its scale.
+        before, model = {}, state.model
+    earlier: Mapping[str, Any] = before.get("clients", {})
+    rounds = dict.fromkeys(usable, state.round) | {k: row["round"] for k, row in earlier.items()}
+    if before.get("parted"):
+        found = judge(list(usable.values()), before)
+        reason = before["reason"]
+    else:
+        usable = {k: row for k, row in earlier.items() if None not in [row.get(name) for name in SENT]} | usable
+        found = judge(list(usable.values()))
+        reason = found.reason
+    judged = {k: {**row, **found.row(i), "round": rounds[k]} for i, (k, row) in enumerate(usable.items())}
+    memo["detection"] = {
+        "reason": reason, "cut": found.cut, "steepness": found.steepness, "parted": found.parted,
+        "round": before.get("round", state.round) if before.get("parted") == found.parted else state.round,
+        **({} if found.scale is None else {"pairs": numbers(found.scale.pairs), "mean": found.scale.mean}),
+        "clients": {**earlier, **judged},
+    }  # fmt: skip
+    if not before.get("parted"):
+        memo["detector"] = {"trust": None if found.everybody else found.cut}
+    kept = {**state.kept, SCORED: model}
+    return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+
+
+def _evidence(reply: Reply, classes: int) -> dict[str, Any] | None:
+    """What a client has sent, as JSON; None where it cannot be used."""
+    row: dict[str, Any] = {name: float(reply.metrics.get(name, math.nan)) for name in SENT}
+    if not all(0 <= value < math.inf for value in row.values()):
+        return None
+    parted, counts = (reply.arrays.get(name) for name in (AREAS, COUNTS))
+    if parted is None or counts is None or parted.shape != (classes, classes) or counts.shape != (classes,):
+        return row
+    sound = np.isnan(parted) | ((parted >= 0) & (parted <= 1))
+    if not sound.all() or not (counts >= 0).all():
+        return None
+    return row | {AREAS: numbers(left_out.pairs_of(parted)), COUNTS: [int(n) for n in counts]}
+
+
+def numbers(values: FloatArray) -> list[float | None]:
+    return [None if math.isnan(value) else float(value) for value in values]
+
+
+def judged_in(state: State, default: int) -> int:
+    """How many rounds were over when the verdict was found; `default` before that."""
+    return int(state.memo.get("detection", {}).get("round", default))
+
+
+def nobody_trusted(state: State) -> bool:
+    """Whether there is a verdict, and it is that everybody is noisy."""
+    return "detector" in state.memo and state.memo["detector"]["trust"] is None
+
+
+def suspects(state: State, clients: Collection[int]) -> set[int]:
+    """Those of `clients` that are not trusted: noisy, or not judged while others are.
+
+    Where everybody is noisy, nobody is suspected more than others.
+    """
+    if state.memo.get("detector", {}).get("trust") is None:
+        return set()
+    rows = state.memo["detection"]["clients"]
+    return {k for k in clients if str(k) not in rows or rows[str(k)]["noisy"]}

@@ -1,0 +1,300 @@
+"""The calibrated detector at the server: who is asked what, how doubts are cut, and who comes later."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federations import CLASSES, MIXED, TRAINING, federation, network, start
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fednoro.calibrated import (
+    AREAS,
+    COUNTED,
+    COUNTS,
+    MOMENTS,
+    SUMS,
+    add_up,
+    judge,
+    questions,
+    record,
+    score,
+    summed,
+    suspects,
+)
+from fednoro.engine import EagerEngine
+from fednoro.explained import SENT
+from fednoro.left_out import areas as areas_of
+from fednoro.left_out import moments, outputs, pairs_of
+from fednoro.types import PRODUCTS, Clients, FedNoRoWarning, Reply, State, Task, UserError
+from fednoro.verdicts import verdicts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHARES = st.lists(st.floats(-0.5, 0.99), min_size=1, max_size=30)
+EVERYONE = Clients(tuple(range(len(MIXED))), tuple(range(len(MIXED))))
+
+
+def reply(k: int, e: float, area: float | None = None, **changed: float) -> Reply:
+    """A client that explains so much of its labels; the others' heads part each pair of classes so well."""
+    arrays = {}
+    if area is not None:
+        parted = np.full((CLASSES, CLASSES), area)
+        np.fill_diagonal(parted, np.nan)
+        arrays = {AREAS: parted, COUNTS: np.full(CLASSES, 9.0)}
+    return Reply(k, 9, metrics={**dict.fromkeys(SENT, 1 - e), **changed}, arrays=arrays)
+
+
+# Explained shares alone
+
+
+def test_a_late_client_is_judged_by_the_first_cut_and_moves_nobody() -> None:
+    first = record(start(), [reply(0, 0.8), reply(1, 0.2), reply(2, 0.1)])
+    cut = first.memo["detection"]["cut"]
+    assert cut == pytest.approx(0.5) and verdicts(first) == {0: False, 1: True, 2: True}
+    later = record(replace(first, round=3), [reply(3, 0.49), reply(4, 0.51)])
+    assert verdicts(later) == {**verdicts(first), 3: True, 4: False}
+    assert later.memo["detection"]["cut"] == cut
+    assert later.memo["detection"]["reason"] == first.memo["detection"]["reason"]
+    assert later.memo["detector"] == first.memo["detector"]
+    known = first.memo["detection"]["clients"]
+    assert {k: row for k, row in later.memo["detection"]["clients"].items() if k in known} == known
+    assert later.memo["detection"]["clients"]["4"]["round"] == 3
+    assert json.loads(json.dumps(later.memo, allow_nan=False)) == later.memo
+
+
+def test_until_two_groups_were_found_everybody_is_judged_anew() -> None:
+    first = record(start(), [reply(0, 0.1), reply(1, 0.15)])
+    assert verdicts(first) == {0: True, 1: True} and suspects(first, range(2)) == set()
+    later = record(replace(first, round=3), [reply(2, 0.8), reply(3, 0.7)])
+    assert verdicts(later) == {0: True, 1: True, 2: False, 3: False} and suspects(later, range(4)) == {0, 1}
+    assert [row["round"] for row in later.memo["detection"]["clients"].values()] == [0, 0, 3, 3]
+    assert later.memo["detection"]["parted"] and "2 of 4 clients flagged" in later.memo["detection"]["reason"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1])
+@pytest.mark.parametrize("name", SENT)
+def test_numbers_that_cannot_be_are_no_answer(name: str, bad: float) -> None:
+    after = record(start(), [reply(0, 0.8), reply(1, 0.7, **{name: bad})])
+    assert verdicts(after) == {0: False} and suspects(after, (0, 1)) == {1}
+
+
+def test_an_answer_without_the_numbers_is_none() -> None:
+    with pytest.warns(FedNoRoWarning, match="no client could be scored"):
+        after = record(start(), [Reply(0, 5), Reply(1, 5, metrics={"left_own": 0.2})])
+    assert verdicts(after) == {} and suspects(after, (0, 1)) == set() and after.memo == {"asked_in": 0}
+
+
+@given(SHARES)
+def test_those_below_the_cut_are_suspected_unless_everybody_is(shares: list[float]) -> None:
+    after = record(start(), [reply(k, e) for k, e in enumerate(shares)])
+    flags, doubted = verdicts(after), suspects(after, range(len(shares)))
+    assert doubted == (set() if all(flags.values()) else {k for k, noisy in flags.items() if noisy})
+
+
+def test_trust_does_not_change_when_others_come_later() -> None:
+    first = record(start(), [reply(k, e) for k, e in enumerate([0.1, 0.2, 0.9])])
+    assert suspects(first, range(3)) == {0, 1}
+    later = record(first, [reply(3, 0.8), reply(4, 0.0)])
+    assert suspects(later, range(6)) == {0, 1, 4, 5}, "the last one has not been judged"
+
+
+# Doubts
+
+TRUSTED, DOUBTED = [(0.5, 0.95), (0.48, 0.94), (0.52, 0.93), (0.45, 0.96)], [(0.2, 0.7), (0.15, 0.65)]
+
+
+def replies(kinds: Sequence[tuple[float, float]], first: int = 0) -> list[Reply]:
+    return [reply(first + k, e, area) for k, (e, area) in enumerate(kinds)]
+
+
+def test_doubts_part_clients_and_stay_for_who_comes_later() -> None:
+    first = record(start(), replies([*TRUSTED, *DOUBTED]))
+    found = first.memo["detection"]
+    assert verdicts(first) == {k: k >= 4 for k in range(6)} == {k: k in suspects(first, range(6)) for k in range(6)}
+    low, high = (f(row["doubt"] for row in found["clients"].values()) for f in (min, max))
+    assert found["reason"] == f"2 of 6 clients flagged: doubts {low:.2f} to {high:.2f}, cut at {found['cut']:.2f}"
+    for row in found["clients"].values():
+        assert row["doubt"] == pytest.approx(math.sqrt((row["error"] + 0.02) * (1 - row["explained"] + 0.02)))
+        assert row["noisy"] == (row["doubt"] > found["cut"]) == (row["posterior"] > 0.5)
+    later = record(replace(first, round=3), [reply(6, 0.5, 0.95), reply(7, 0.15, 0.65)])
+    assert verdicts(later) == {**verdicts(first), 6: False, 7: True}
+    rows = later.memo["detection"]["clients"]
+    assert rows["6"]["doubt"] == pytest.approx(rows["0"]["doubt"]) and rows["7"]["doubt"] == pytest.approx(
+        rows["5"]["doubt"]
+    )
+    assert {k: rows[k] for k in found["clients"]} == found["clients"] and rows["6"]["round"] == 3
+    for key in ("cut", "steepness", "reason", "pairs", "mean", "round"):
+        assert later.memo["detection"][key] == found[key]
+    assert json.loads(json.dumps(later.memo, allow_nan=False)) == later.memo
+
+
+def test_who_comes_late_without_areas_is_asked_again() -> None:
+    first = record(start(), replies([*TRUSTED, *DOUBTED]))
+    with pytest.warns(FedNoRoWarning, match="no client could be scored"):
+        later = record(replace(first, round=3), [reply(6, 0.5)])
+    assert verdicts(later) == verdicts(first) and suspects(later, (0, 6)) == {6}
+
+
+@pytest.mark.parametrize(("level", "noisy"), [(0.5, False), (0.2, True)])
+def test_alike_in_doubt_is_nobody_or_everybody_by_what_is_explained(level: float, noisy: bool) -> None:
+    first = record(start(), replies([(level + 0.01 * k, 0.9 + 0.005 * k) for k in range(6)]))
+    assert set(verdicts(first).values()) == {noisy} and not first.memo["detection"]["parted"]
+    assert "explained shares" in first.memo["detection"]["reason"]
+    # With the next ones there are two groups: everybody is judged anew, from what was kept of the first.
+    later = record(replace(first, round=2), replies([(0.55, 0.99), (0.56, 0.98)] if noisy else DOUBTED, first=6))
+    assert verdicts(later) == {k: noisy == (k < 6) for k in range(8)}
+
+
+def test_where_one_kind_explains_next_to_nothing_nobody_is_trusted() -> None:
+    found = record(start(), replies([*[(0.1, area) for _, area in TRUSTED], *DOUBTED]))
+    assert all(verdicts(found).values())
+
+
+def test_a_client_with_one_class_tells_nothing_and_is_not_flagged() -> None:
+    silent = replace(reply(6, 1.0), arrays={AREAS: np.full((CLASSES, CLASSES), np.nan), COUNTS: np.eye(CLASSES)[0]})
+    found = record(start(), [*replies([*TRUSTED, *DOUBTED]), silent]).memo["detection"]
+    row = found["clients"]["6"]
+    assert (row["noisy"], row["posterior"], row["doubt"], row["error"]) == (False, 0.5, None, None)
+    assert found["reason"].startswith("2 of 7 clients flagged") and "nan" not in found["reason"]
+
+
+@pytest.mark.parametrize(("name", "bad"), [(AREAS, 1.5), (AREAS, -0.1), (AREAS, math.inf), (COUNTS, -1.0)])
+def test_areas_that_cannot_be_are_no_answer(name: str, bad: float) -> None:
+    broken = reply(6, 0.5, 0.9)
+    broken.arrays[name][0] = bad
+    found = record(start(), [*replies([*TRUSTED, *DOUBTED]), broken])
+    assert 6 not in verdicts(found) and suspects(found, range(7)) == {4, 5, 6}
+
+
+def test_few_clients_go_by_shares_alone() -> None:
+    rows = [(0.5, 0.6), (0.5, 0.9), (0.55, 0.95), (0.45, 0.97)]
+    assert not any(verdicts(record(start(), replies(rows))).values())
+
+
+@given(st.integers(0, 2**31), st.integers(2, 15), st.integers(1, 15))
+def test_planted_groups_are_found_whatever_the_order(seed: int, clean: int, noisy: int) -> None:
+    if clean + noisy <= 4:
+        return
+    rng = np.random.default_rng(seed)
+    kinds = [(0.5 + 0.03 * rng.random(), 0.93 + 0.02 * rng.random()) for _ in range(clean)]
+    kinds += [(0.2 + 0.03 * rng.random(), 0.7 + 0.02 * rng.random()) for _ in range(noisy)]
+    order = rng.permutation(clean + noisy)
+    found = verdicts(record(start(), replies([kinds[i] for i in order])))
+    assert [found[k] for k in range(len(order))] == [bool(i >= clean) for i in order]
+
+
+# Sums
+
+
+class Bare(nn.Module):
+    """A network without `features`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x.flatten(1))
+
+
+def lab(net: Any = network) -> EagerEngine:
+    data, clients = federation(MIXED)
+    return EagerEngine(net, data, 1, TRAINING, 0, torch.device("cpu"), clients)
+
+
+def asked_for_sums(state: State, engine: EagerEngine, away: Sequence[int] = ()) -> State:
+    tasks = questions(state, EVERYONE, EVERYONE.drawn, heads=True)
+    assert {task.name for task in tasks.values()} == {MOMENTS} and tuple(tasks) == EVERYONE.present
+    return add_up(state, [summed(tasks[k], engine.site(engine.clients[k])) for k in tasks if k not in away])
+
+
+@pytest.mark.parametrize("away", [(), (1,)], ids=["all", "one is late"])
+def test_a_score_says_what_the_others_heads_part(away: tuple[int, ...]) -> None:
+    engine = lab()
+    state = asked_for_sums(start(), engine, away)
+    tasks = questions(state, EVERYONE, EVERYONE.drawn, heads=True)
+    assert {k for k, task in tasks.items() if not task.settings[COUNTED]} == set(away)
+    everything = {}
+    for k in EVERYONE.present:
+        site = engine.site(engine.clients[k])
+        everything[k] = site.features(state.model), site.labels
+    for k, task in tasks.items():
+        others = [moments(*everything[j], CLASSES) for j in everything if j not in (k, *away)]
+        a, b = (sum(part) for part in zip(*others, strict=True))
+        said = outputs(*everything[k], a, b, counted=False).numpy()
+        expected = areas_of(said, everything[k][1].numpy())
+        found = score(task, engine.site(engine.clients[k]))
+        assert found.weights is None and found.metrics.keys() == set(SENT) and found.arrays.keys() == {AREAS, COUNTS}
+        off = np.abs(pairs_of(found.arrays[AREAS]) - pairs_of(expected))
+        assert np.isnan(pairs_of(found.arrays[AREAS])).tolist() == np.isnan(pairs_of(expected)).tolist()
+        assert np.nan_to_num(off).max() < 0.3, "a tie may fall to either side"
+        assert np.nan_to_num(off).mean() < 0.05
+        assert found.arrays[COUNTS].tolist() == np.bincount(everything[k][1], minlength=CLASSES).tolist()
+
+
+def test_sums_are_asked_for_once_and_again_for_another_model() -> None:
+    engine = lab()
+    state = asked_for_sums(start(), engine)
+    kinds = {task.name for task in questions(state, EVERYONE, (0, 1), heads=True).values()}
+    assert kinds == {"score"} and set(questions(state, EVERYONE, (0, 1), heads=True)) == {0, 1}
+    # Nobody has answered: a round later there is another model.
+    assert {t.name for t in questions(replace(state, round=1), EVERYONE, (0,), heads=True).values()} == {MOMENTS}
+    judged = record(state, replies([*TRUSTED, *DOUBTED]))
+    late = questions(replace(judged, round=4, model=replace(judged.model)), EVERYONE, (1,), heads=True)[1]
+    assert late.name == "score" and late.weights is judged.kept["scored"] and late.settings == {COUNTED: True}
+    anew = questions(replace(judged, round=4), EVERYONE, (1,), heads=True, anew=True)
+    assert {task.name for task in anew.values()} == {MOMENTS} and set(anew) == set(EVERYONE.present)
+
+
+def test_without_heads_or_among_few_nobody_is_asked_for_sums() -> None:
+    for clients, heads in ((EVERYONE, False), (Clients((0, 1, 2, 3), (0, 1)), True)):
+        tasks = questions(start(), clients, clients.drawn, heads)
+        assert set(tasks) == set(clients.drawn) and all(t.name == "score" and not t.arrays for t in tasks.values())
+
+
+def test_a_network_without_features_is_judged_by_shares() -> None:
+    engine = lab(Bare)
+    state = replace(start(), model=engine.net.weights())
+    with pytest.raises(UserError, match="no features"):
+        engine.site(engine.clients[0]).features(state.model)
+    state = asked_for_sums(state, engine)
+    assert MOMENTS not in state.kept
+    tasks = questions(state, EVERYONE, EVERYONE.drawn, heads=True)
+    assert all(task.name == "score" and not task.arrays for task in tasks.values())
+    answers = [score(tasks[k], engine.site(engine.clients[k])) for k in tasks]
+    assert not any(answer.arrays for answer in answers) and len(verdicts(record(state, answers))) == len(tasks)
+
+
+@pytest.mark.parametrize("change", ["shape", "nan", "width"])
+def test_sums_that_cannot_be_used_are_left_out_and_that_is_said(change: str) -> None:
+    engine = lab()
+    task = Task(MOMENTS, 0, start().model)
+    good, other = (summed(task, engine.site(engine.clients[k])) for k in (0, 1))
+    products, sums = other.arrays[PRODUCTS].copy(), other.arrays[SUMS].copy()
+    if change == "shape":
+        products = products[:-1]
+    elif change == "width":
+        products, sums = products[:-1, :-1], sums[:, :-1]
+    else:
+        products[0, 0] = math.nan
+    with pytest.warns(FedNoRoWarning, match="client 1 sent sums that cannot be used"):
+        state = add_up(start(), [good, replace(other, arrays={PRODUCTS: products, SUMS: sums})])
+    assert state.memo[MOMENTS] == {"round": 0, "clients": [0]}
+    totals = next(iter(questions(state, EVERYONE, (0,), heads=True).values())).arrays
+    assert np.array_equal(totals[PRODUCTS], good.arrays[PRODUCTS]) and np.array_equal(totals[SUMS], good.arrays[SUMS])
+
+
+def test_judge_takes_rows_of_a_memo() -> None:
+    state = record(start(), replies([*TRUSTED, *DOUBTED]))
+    rows = list(state.memo["detection"]["clients"].values())
+    again = judge(rows)
+    assert again.noisy == tuple(row["noisy"] for row in rows) and again.cut == state.memo["detection"]["cut"]
