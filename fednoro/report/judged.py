@@ -7,6 +7,7 @@ fitted again, and whether it gives the recorded probabilities is checked, not as
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,9 @@ class Judged:
     agreement: FloatArray | None  # K; share of other starts of the mixture that judge the client the same
     level: FloatArray | None  # FedCorr's estimate of the share of wrong labels
     explained: FloatArray | None  # FedNoRo+: share of its labels that a client can explain
-    cut: float | None  # below which a client is flagged for that
+    error: FloatArray | None  # how badly heads that are learnt from the others part its labels
+    doubt: FloatArray | None  # both together
+    cut: float | None  # above which a client is flagged for its doubt, or below which for its share where there is none
     marked: str  # what the verdict was made from
 
     @property
@@ -75,7 +78,7 @@ def judged(run: Recorded) -> Judged | None:
     losses, counts = _tables(rows, len(run.classes))
     detector = None if losses is None else _fitted(run, rows)
     normalised = _on_its_scale(detector, losses)
-    levels, shares = ([row.get(name) for row in rows.values()] for name in ("mu", "explained"))
+    marks = {name: _column([row.get(name) for row in rows.values()]) for name in ("mu", "explained", "error", "doubt")}
     cut = run.detection.get("cut")
     return Judged(
         clients=clients,
@@ -90,10 +93,12 @@ def judged(run: Recorded) -> Judged | None:
         mixture=None if normalised is None else _directions(detector, normalised),
         reproduced=_same(detector, losses, counts, posterior),
         agreement=None if normalised is None else _agreement(detector, normalised, noisy),
-        level=_column(levels),
-        explained=_column(shares),
+        level=marks["mu"],
+        explained=marks["explained"],
+        error=marks["error"],
+        doubt=marks["doubt"],
         cut=float(cut) if isinstance(cut, int | float) and np.isfinite(cut) else None,
-        marked=_marked(losses is not None, _column(levels) is not None, _column(shares) is not None),
+        marked=_marked(losses is not None, marks),
     )
 
 
@@ -101,12 +106,14 @@ def _column(values: list[float | None]) -> FloatArray | None:
     return None if all(value is None for value in values) else np.array(values, dtype=np.float64)  # None becomes NaN
 
 
-def _marked(losses: bool, levels: bool, shares: bool) -> str:
+def _marked(losses: bool, marks: Mapping[str, FloatArray | None]) -> str:
     if losses:
         return "the losses of their classes"
-    if levels:
+    if marks["mu"] is not None:
         return "the dimension of their predictions (LID)"
-    return "how much of their labels they can explain" if shares else "the method’s own mark"
+    if marks["doubt"] is not None:
+        return "how much of their labels they can explain, and how far other clients’ models agree with them"
+    return "how much of their labels they can explain" if marks["explained"] is not None else "the method’s own mark"
 
 
 def _tables(rows: dict[str, Any], classes: int) -> tuple[FloatArray | None, IntArray | None]:

@@ -233,7 +233,7 @@ def test_detection_prints_what_each_detector_found_and_judges_again_what_it_has_
     out = capsys.readouterr().out
     spans = [("0", "(0.3, 0.5)")]  # without noise there is one range
     spans += [(rate, span) for rate in ("0.5", "1") for span in ("(0.3, 0.5)", "(0.5, 0.7)")]
-    detectors = ("paper", "reference", "calibrated", "left out")
+    detectors = ("paper", "reference", "shares", "calibrated")
     expected = [(*span, str(t), kind) for span in spans for t in (1, 2) for kind in detectors]
     found = lines(out)
     assert [tuple(row[:4]) for row in found[: len(expected)]] == expected
@@ -252,7 +252,7 @@ def test_detection_prints_what_each_detector_found_and_judges_again_what_it_has_
 
 def test_detection_says_what_a_run_says(tmp_path: Path) -> None:
     """The benchmark's verdicts are those of a run with that detector: the same training, to the bit."""
-    short = ["train.epochs=1", "noise.epochs=1", "partition.clients=4", "device=cpu"]
+    short = ["train.epochs=1", "noise.epochs=1", "partition.clients=6", "device=cpu"]
     detection = benchmark("detection")
     setting = detection.Setting("digits", tuple(short), 3, 0.5, (0.5, 0.7))
     (found,) = detection.evidence([setting], [2], None)

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import make_run
 
+from fednoro import left_out
 from fednoro.detect import NoisyClientDetector
 from fednoro.report import palette
 from fednoro.report.axes import round_ticks, short_names, whole_ticks
-from fednoro.report.figures import figures
+from fednoro.report.figures import doubts, figures
 from fednoro.report.figures.figure import NARROW, WIDE, Figure
 from fednoro.report.judged import judged
 from fednoro.report.page import render, write
@@ -116,6 +117,30 @@ def test_the_mixture_is_the_one_the_detector_fits(tmp_path: Path) -> None:
         component = detector.noisy_component_ if side == "noisy" else 1 - detector.noisy_component_
         middle = (detector.mixture_.means_[component] - detector.normalised_.mean(axis=0)) @ vectors[:, ::-1][:, :2]
         np.testing.assert_allclose(np.abs(outline[:-1].mean(axis=0)), np.abs(middle), atol=1e-9)
+
+
+def test_the_curve_of_doubts_parts_the_verdicts(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    detection = json.loads((path / "detection.json").read_text())
+    rows, cut = {}, 0.3
+    for i, (k, row) in enumerate(detection["clients"].items()):
+        error, explained = (0.6, 0.2 + 0.01 * i) if row["noisy"] else (0.1 + 0.01 * i, 0.6)
+        found = float(left_out.doubts(np.array(error), np.array(explained)))
+        assert (found > cut) == row["noisy"]
+        rows[k] = {"noisy": row["noisy"], "posterior": 0.5, "explained": explained, "error": error, "doubt": found}
+    silent = {"noisy": False, "posterior": 0.5, "explained": 1.0, "error": None, "doubt": None}
+    (path / "detection.json").write_text(
+        json.dumps({"reason": "so", "cut": cut, "clients": {**rows, next(iter(rows)): silent}})
+    )
+    figure = made(path)["doubt"]
+    assert doubts.FLOOR == left_out.FLOOR
+    for share, error in doubts._curve(cut, 0.7, 0.7):
+        assert float(left_out.doubts(np.array(error), np.array(share))) == pytest.approx(cut)
+    for width in (WIDE, 320):
+        tips = {mark.tip for mark in figure.draw(width).marks if "explained, error" in mark.tip}
+        assert len(tips) == len(rows) - 1
+    assert [row[4] for row in figure.table.rows] == ["noisy" if row["noisy"] else "clean" for row in rows.values()]
+    assert "1 client is missing here" in figure.caption and figure.table.rows[0][2] == "–"
 
 
 def test_confusion_and_recall_show_the_last_round(tmp_path: Path) -> None:

@@ -252,7 +252,12 @@ def test_a_method_that_judges_nobody_says_so_and_has_no_detection(tmp_path: Path
 
 def test_other_marks_of_noise_have_figures_of_their_own(run: Path) -> None:
     detection = json.loads((run / "detection.json").read_text())
-    for marks, figure in (({"mu": 0.3, "lid": 2.0}, "level"), ({"explained": 0.3}, "explained")):
+    for marks, figure in (
+        ({"mu": 0.3, "lid": 2.0}, "level"),
+        ({"explained": 0.3}, "explained"),
+        ({"explained": 0.3, "error": 0.2, "doubt": 0.4}, "doubt"),
+        ({"explained": 1.0, "error": None, "doubt": None}, "explained"),
+    ):
         rows = {k: {"noisy": row["noisy"], "posterior": 0.7, **marks} for k, row in detection["clients"].items()}
         (run / "detection.json").write_text(json.dumps({"reason": "so", "cut": 0.4, "clients": rows}))
         page = Outline(render(run))

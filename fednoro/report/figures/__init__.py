@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fednoro.report.figures import classes, clients, detection, marks, training
+from fednoro.report.figures import classes, clients, detection, doubts, marks, training
 from fednoro.report.figures.figure import Figure
 from fednoro.report.judged import Judged
 from fednoro.report.reading import Recorded
@@ -13,7 +13,7 @@ Maker = Callable[[Recorded, Judged | None], Figure | None]
 
 SECTIONS: dict[str, tuple[Maker, ...]] = {
     "Data": (classes.partition,),
-    "Detection": (detection.losses, detection.posterior, detection.mixture, marks.level, marks.explained),
+    "Detection": (detection.losses, detection.posterior, detection.mixture, marks.level, marks.explained, doubts.doubt),
     "Performance": (training.bacc, classes.recall, classes.confusion),
     "Training": (clients.weights, clients.distances, training.ramp, training.time),
 }

@@ -67,7 +67,7 @@ def level(run: Recorded, found: Judged | None) -> Figure | None:
 
 def explained(run: Recorded, found: Judged | None) -> Figure | None:
     """How much of its labels each client explains, and the cut below which it is flagged."""
-    if found is None or found.explained is None:
+    if found is None or found.explained is None or found.doubt is not None:
         return None
     order = np.argsort(-found.explained, kind="stable")
     names = [run.names[int(k)] for k in found.clients[order]]
