@@ -79,10 +79,16 @@ def questions(state: State, clients: Clients, asked: Iterable[int], heads: bool,
     known: Mapping[str, Any] = state.memo.get(MOMENTS, {})
     if first and heads and len(clients.present) > FEW and known.get("round") != state.round:
         return {k: Task(MOMENTS, state.round, model) for k in clients.present}
-    if not heads or not known.get("clients") or (first and known["round"] != state.round):
+    if not heads or not _totals_there(state, first):
         return {k: Task("score", state.round, model) for k in asked}
     totals = _unpacked(state.kept[MOMENTS], state.classes)
     return {k: Task("score", state.round, model, {COUNTED: k in known["clients"]}, totals) for k in asked}
+
+
+def _totals_there(state: State, first: bool) -> bool:
+    """Whether scores are asked for with the totals: those of this round for a first verdict, later those it had."""
+    known: Mapping[str, Any] = state.memo.get(MOMENTS, {})
+    return bool(known.get("clients")) and (not first or known["round"] == state.round)
 
 
 def add_up(state: State, replies: Iterable[Reply]) -> State:
@@ -93,7 +99,8 @@ def add_up(state: State, replies: Iterable[Reply]) -> State:
         if not {PRODUCTS, SUMS} <= reply.arrays.keys():
             continue
         products, sums = reply.arrays[PRODUCTS], reply.arrays[SUMS]
-        usable = products.shape == (sums.shape[-1],) * 2 and np.isfinite(products).all() and np.isfinite(sums).all()
+        fits = sums.ndim == 2 and products.shape == (sums.shape[1],) * 2
+        usable = fits and np.isfinite(products).all() and np.isfinite(sums).all()
         part = np.concatenate([products.ravel(), sums.ravel()])
         if not usable or (total is not None and total.shape != part.shape):
             message = f"client {reply.client} sent sums that cannot be used: heads are learnt without it"
@@ -157,10 +164,9 @@ def judge(rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None = 
 def record(state: State, scores: Sequence[Reply]) -> State:
     """Judges the clients that have answered, by the cut found before where it parted two groups; writes to the memo."""
     memo = {**state.memo, "asked_in": state.round}
-    usable = {str(reply.client): row for reply in scores if (row := _evidence(reply, state.classes)) is not None}
+    heads = _totals_there(state, first="detector" not in state.memo)  # what was asked for decides, not what came
+    usable = {str(reply.client): row for reply in scores if (row := _evidence(reply, state.classes, heads)) is not None}
     before: Mapping[str, Any] = memo.get("detection", {})
-    if "pairs" in before:  # by heads, and so is whoever comes later
-        usable = {k: row for k, row in usable.items() if AREAS in row}
     if not usable:
         message = f"round {state.round + 1}: no client could be scored, those not known are not trusted"
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
@@ -191,16 +197,18 @@ def record(state: State, scores: Sequence[Reply]) -> State:
     return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
 
 
-def _evidence(reply: Reply, classes: int) -> dict[str, Any] | None:
+def _evidence(reply: Reply, classes: int, heads: bool) -> dict[str, Any] | None:
     """What a client has sent, as JSON; None where it cannot be used."""
     row: dict[str, Any] = {name: float(reply.metrics.get(name, math.nan)) for name in SENT}
     if not all(0 <= value < math.inf for value in row.values()):
         return None
-    parted, counts = (reply.arrays.get(name) for name in (AREAS, COUNTS))
-    if parted is None or counts is None or parted.shape != (classes, classes) or counts.shape != (classes,):
+    if not heads:
         return row
+    parted, counts = (np.asarray(reply.arrays.get(name, math.nan)) for name in (AREAS, COUNTS))
+    if parted.shape != (classes, classes) or counts.shape != (classes,):
+        return None
     sound = np.isnan(parted) | ((parted >= 0) & (parted <= 1))
-    if not sound.all() or not (counts >= 0).all():
+    if not sound.all() or not ((counts >= 0) & (counts < math.inf)).all():
         return None
     return row | {AREAS: numbers(left_out.pairs_of(parted)), COUNTS: [int(n) for n in counts]}
 

@@ -21,8 +21,9 @@ and with the share of its labels that a client explains, e_k (`fednoro.explained
     doubt_k = √((error_k + 0.02) (1 − e_k + 0.02))
 
 Doubts are cut where two groups of their logarithms are likeliest (Gaussians of one variance). The upper group is
-noisy if its mean error is twice the lower one's, and if the lower group explains something of its labels, 28% on
-average. Otherwise all clients are alike, and their explained shares say whether that is nobody or everybody.
+noisy if its mean error is twice the lower one's, if the lower group explains something of its labels, 28% on average,
+and if it explains less itself, 80% of that. Otherwise all clients are alike, and their explained shares say whether
+that is nobody or everybody.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ FLOOR = 0.02  # so that nothing is sure
 TWICE = 2.0  # the error of noisy clients, at least, in that of clean ones
 VARIANCE = 2.5e-4  # of logarithms, that no group is below
 SOMETHING = 0.28  # what trusted clients explain at least on average
+LESS = 0.8  # what noisy ones explain at most, in that
 
 
 # Client
@@ -157,7 +159,8 @@ def find_cut(doubt: FloatArray, error: FloatArray, explained: FloatArray) -> tup
         return None
     clean, noisy = order[:trusted], order[trusted:]
     apart = (error[noisy] + FLOOR).mean() >= TWICE * (error[clean] + FLOOR).mean()
-    if not apart or explained[clean].mean() < SOMETHING:
+    trust = explained[clean].mean()
+    if not apart or trust < SOMETHING or explained[noisy].mean() > LESS * trust:
         return None
     cut = math.exp(float(x[trusted - 1 : trusted + 1].mean()))
     return cut, float(x[trusted:].mean() - x[:trusted].mean()) / within

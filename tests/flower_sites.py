@@ -66,6 +66,7 @@ def start(out: Path, method: str, *overrides: str, **run_config: Any) -> dict[st
 
 ARRAYS = {  # beside the model; C is the number of classes
     "losses": "C", "counts": "C", "confusion": "C×C", "centroids": "C×d",
+    "products": "d×d", "sums": "C×d", "areas": "C×C",
 }  # fmt: skip
 AUDIT_ARRAYS = {"sums": "C", "counts": "C", "joint": "C×C"}
 METRICS = {"num-examples", "loss", "sce", "lid", "mu", "relabelled", *SENT}
@@ -87,7 +88,8 @@ def assert_inventory(grid: MemoryGrid, kinds: set[str], arrays: Mapping[str, str
             assert (value.shape, value.dtype) == expected
         for name, array in content.array_records.get("small", ArrayRecord()).items():
             shape = array.numpy().shape
-            assert shape[0] == len(CLASSES) and len(shape) == len(arrays[name].split("×"))
+            assert len(shape) == len(arrays[name].split("×"))
+            assert shape[0] == (len(CLASSES) if arrays[name].startswith("C") else shape[1])
             assert IMAGES not in shape and 18 not in shape and 6 not in shape, "the numbers of images at a site"
         for values in content.metric_records.values():
             assert set(values) <= METRICS and all(isinstance(value, int | float) for value in values.values())

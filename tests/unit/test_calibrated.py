@@ -112,12 +112,17 @@ def test_trust_does_not_change_when_others_come_later() -> None:
 TRUSTED, DOUBTED = [(0.5, 0.95), (0.48, 0.94), (0.52, 0.93), (0.45, 0.96)], [(0.2, 0.7), (0.15, 0.65)]
 
 
+def summed_up(round: int = 0) -> State:
+    """A server that has the totals of everybody's sums, and is about to learn the scores."""
+    return replace(start(), round=round, memo={MOMENTS: {"round": round, "clients": [0, 1, 2]}})
+
+
 def replies(kinds: Sequence[tuple[float, float]], first: int = 0) -> list[Reply]:
     return [reply(first + k, e, area) for k, (e, area) in enumerate(kinds)]
 
 
 def test_doubts_part_clients_and_stay_for_who_comes_later() -> None:
-    first = record(start(), replies([*TRUSTED, *DOUBTED]))
+    first = record(summed_up(), replies([*TRUSTED, *DOUBTED]))
     found = first.memo["detection"]
     assert verdicts(first) == {k: k >= 4 for k in range(6)} == {k: k in suspects(first, range(6)) for k in range(6)}
     low, high = (f(row["doubt"] for row in found["clients"].values()) for f in (min, max))
@@ -138,7 +143,7 @@ def test_doubts_part_clients_and_stay_for_who_comes_later() -> None:
 
 
 def test_who_comes_late_without_areas_is_asked_again() -> None:
-    first = record(start(), replies([*TRUSTED, *DOUBTED]))
+    first = record(summed_up(), replies([*TRUSTED, *DOUBTED]))
     with pytest.warns(FedNoRoWarning, match="no client could be scored"):
         later = record(replace(first, round=3), [reply(6, 0.5)])
     assert verdicts(later) == verdicts(first) and suspects(later, (0, 6)) == {6}
@@ -146,7 +151,7 @@ def test_who_comes_late_without_areas_is_asked_again() -> None:
 
 @pytest.mark.parametrize(("level", "noisy"), [(0.5, False), (0.2, True)])
 def test_alike_in_doubt_is_nobody_or_everybody_by_what_is_explained(level: float, noisy: bool) -> None:
-    first = record(start(), replies([(level + 0.01 * k, 0.9 + 0.005 * k) for k in range(6)]))
+    first = record(summed_up(), replies([(level + 0.01 * k, 0.9 + 0.005 * k) for k in range(6)]))
     assert set(verdicts(first).values()) == {noisy} and not first.memo["detection"]["parted"]
     assert "explained shares" in first.memo["detection"]["reason"]
     # With the next ones there are two groups: everybody is judged anew, from what was kept of the first.
@@ -155,13 +160,13 @@ def test_alike_in_doubt_is_nobody_or_everybody_by_what_is_explained(level: float
 
 
 def test_where_one_kind_explains_next_to_nothing_nobody_is_trusted() -> None:
-    found = record(start(), replies([*[(0.1, area) for _, area in TRUSTED], *DOUBTED]))
+    found = record(summed_up(), replies([*[(0.1, area) for _, area in TRUSTED], *DOUBTED]))
     assert all(verdicts(found).values())
 
 
 def test_a_client_with_one_class_tells_nothing_and_is_not_flagged() -> None:
     silent = replace(reply(6, 1.0), arrays={AREAS: np.full((CLASSES, CLASSES), np.nan), COUNTS: np.eye(CLASSES)[0]})
-    found = record(start(), [*replies([*TRUSTED, *DOUBTED]), silent]).memo["detection"]
+    found = record(summed_up(), [*replies([*TRUSTED, *DOUBTED]), silent]).memo["detection"]
     row = found["clients"]["6"]
     assert (row["noisy"], row["posterior"], row["doubt"], row["error"]) == (False, 0.5, None, None)
     assert found["reason"].startswith("2 of 7 clients flagged") and "nan" not in found["reason"]
@@ -171,13 +176,33 @@ def test_a_client_with_one_class_tells_nothing_and_is_not_flagged() -> None:
 def test_areas_that_cannot_be_are_no_answer(name: str, bad: float) -> None:
     broken = reply(6, 0.5, 0.9)
     broken.arrays[name][0] = bad
-    found = record(start(), [*replies([*TRUSTED, *DOUBTED]), broken])
+    found = record(summed_up(), [*replies([*TRUSTED, *DOUBTED]), broken])
     assert 6 not in verdicts(found) and suspects(found, range(7)) == {4, 5, 6}
+
+
+@pytest.mark.parametrize("name", [AREAS, COUNTS])
+def test_one_client_without_areas_does_not_take_the_heads_from_the_others(name: str) -> None:
+    broken = reply(6, 0.5, 0.9)
+    missing = {key: array for key, array in broken.arrays.items() if key != name}
+    for arrays in (missing, {**missing, name: np.zeros(2)}):
+        found = record(summed_up(), [*replies([*TRUSTED, *DOUBTED]), replace(broken, arrays=arrays)])
+        assert verdicts(found) == {k: k >= 4 for k in range(6)} and "doubts" in found.memo["detection"]["reason"]
+
+
+def test_areas_that_nobody_asked_for_count_for_nothing() -> None:
+    found = record(start(), [*replies([*TRUSTED, *DOUBTED])[:-1], reply(5, 0.15)])
+    assert verdicts(found) == {k: k >= 4 for k in range(6)}
+    assert "explained shares" in found.memo["detection"]["reason"]
+
+
+def test_who_errs_more_but_explains_as_much_is_not_flagged() -> None:
+    kinds = [(0.5, 0.97), (0.52, 0.96), *[(0.5, 0.9)] * 6]
+    assert not any(verdicts(record(summed_up(), replies(kinds))).values())
 
 
 def test_few_clients_go_by_shares_alone() -> None:
     rows = [(0.5, 0.6), (0.5, 0.9), (0.55, 0.95), (0.45, 0.97)]
-    assert not any(verdicts(record(start(), replies(rows))).values())
+    assert not any(verdicts(record(summed_up(), replies(rows))).values())
 
 
 @given(st.integers(0, 2**31), st.integers(2, 15), st.integers(1, 15))
@@ -188,7 +213,7 @@ def test_planted_groups_are_found_whatever_the_order(seed: int, clean: int, nois
     kinds = [(0.5 + 0.03 * rng.random(), 0.93 + 0.02 * rng.random()) for _ in range(clean)]
     kinds += [(0.2 + 0.03 * rng.random(), 0.7 + 0.02 * rng.random()) for _ in range(noisy)]
     order = rng.permutation(clean + noisy)
-    found = verdicts(record(start(), replies([kinds[i] for i in order])))
+    found = verdicts(record(summed_up(), replies([kinds[i] for i in order])))
     assert [found[k] for k in range(len(order))] == [bool(i >= clean) for i in order]
 
 
@@ -249,6 +274,7 @@ def test_sums_are_asked_for_once_and_again_for_another_model() -> None:
     # Nobody has answered: a round later there is another model.
     assert {t.name for t in questions(replace(state, round=1), EVERYONE, (0,), heads=True).values()} == {MOMENTS}
     judged = record(state, replies([*TRUSTED, *DOUBTED]))
+    assert judged.memo["detection"]["parted"]
     late = questions(replace(judged, round=4, model=replace(judged.model)), EVERYONE, (1,), heads=True)[1]
     assert late.name == "score" and late.weights is judged.kept["scored"] and late.settings == {COUNTED: True}
     anew = questions(replace(judged, round=4), EVERYONE, (1,), heads=True, anew=True)
@@ -274,7 +300,12 @@ def test_a_network_without_features_is_judged_by_shares() -> None:
     assert not any(answer.arrays for answer in answers) and len(verdicts(record(state, answers))) == len(tasks)
 
 
-@pytest.mark.parametrize("change", ["shape", "nan", "width"])
+def test_features_that_would_be_a_message_larger_than_the_model_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednoro.calibrated.WIDEST", 3)
+    assert MOMENTS not in asked_for_sums(start(), lab()).kept
+
+
+@pytest.mark.parametrize("change", ["shape", "flat", "nan", "width"])
 def test_sums_that_cannot_be_used_are_left_out_and_that_is_said(change: str) -> None:
     engine = lab()
     task = Task(MOMENTS, 0, start().model)
@@ -282,6 +313,8 @@ def test_sums_that_cannot_be_used_are_left_out_and_that_is_said(change: str) -> 
     products, sums = other.arrays[PRODUCTS].copy(), other.arrays[SUMS].copy()
     if change == "shape":
         products = products[:-1]
+    elif change == "flat":
+        products, sums = products[:CLASSES, :CLASSES], sums[:, 0]
     elif change == "width":
         products, sums = products[:-1, :-1], sums[:, :-1]
     else:
@@ -294,7 +327,7 @@ def test_sums_that_cannot_be_used_are_left_out_and_that_is_said(change: str) -> 
 
 
 def test_judge_takes_rows_of_a_memo() -> None:
-    state = record(start(), replies([*TRUSTED, *DOUBTED]))
+    state = record(summed_up(), replies([*TRUSTED, *DOUBTED]))
     rows = list(state.memo["detection"]["clients"].values())
     again = judge(rows)
     assert again.noisy == tuple(row["noisy"] for row in rows) and again.cut == state.memo["detection"]["cut"]

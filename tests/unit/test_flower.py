@@ -72,6 +72,21 @@ def test_every_method_ends_with_the_same_bits_as_in_one_process(method: str, tmp
     assert there.detection == here.detection
 
 
+@pytest.mark.parametrize("method", ["fednoro-plus", "fednoro"])
+def test_verdicts_by_the_others_heads_are_those_of_a_run_in_one_process(method: str, tmp_path: Path) -> None:
+    """More clients than explained shares decide about alone."""
+    rule = () if method == "fednoro-plus" else ("method.detector=calibrated",)
+    asked = (*settings(method, "partition.clients=6", "data.images=240"), *rule, f"out={tmp_path}")
+    here = experiment.run(*asked, "name=here")
+    grid = MemoryGrid(app, nodes(6))
+    there = on_flower(grid, *asked, "name=there")
+    assert there.detection == here.detection and here.detection is not None
+    assert all("areas" in row for row in here.detection["clients"].values())
+    assert (there.folder / "model.safetensors").read_bytes() == (here.folder / "model.safetensors").read_bytes()
+    assert (there.folder / "clients.csv").read_bytes() == (here.folder / "clients.csv").read_bytes()
+    assert [row["task"] for row in rows(there.folder)].count("moments") == 6
+
+
 def test_fedcorr_keeps_its_labels_at_the_clients(tmp_path: Path) -> None:
     grid = MemoryGrid(app, nodes())
     run = on_flower(grid, *settings("fedcorr", f"out={tmp_path}", "name=run"))

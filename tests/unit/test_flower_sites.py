@@ -273,6 +273,39 @@ def test_late_site_gets_the_next_number_and_is_scored_with_the_model_of_the_fit(
     assert [r["round"] for r in rows(run) if r["client"] == "4" and r["task"] == "train"][-1] == "7"
 
 
+def test_late_site_is_judged_by_heads_that_are_learnt_without_it(places: dict[str, Path], tmp_path: Path) -> None:
+    more = {name: make_site(tmp_path / name, 20 + k) for k, name in enumerate(("aaa", "bbb"))}
+    grid = MemoryGrid(app, nodes({**places, **more}, *NAMES, "bbb"))
+    at_round(grid, 3, lambda: grid.nodes.update({5: {"site": "aaa", "config": str(more["aaa"])}}))
+    run = play(grid, tmp_path, "fednoro-plus", "train.rounds=7", "method.revise=0", **{"start-sites": 5})
+    assert run.detection is not None and set(run.detection["clients"]) == {"0", "1", "2", "3", "4", "5"}
+    asked = {name: [m.content for m in grid.sent if task_of(m) == name] for name in ("moments", "score")}
+    assert [content["config"]["client"] for content in asked["moments"]] == [0, 1, 2, 3, 4]
+    counted = {content["config"]["client"]: content["settings"]["counted"] for content in asked["score"]}
+    assert counted == {**dict.fromkeys(range(5), True), 5: False}
+    totals = [content["small"]["products"].numpy() for content in asked["score"]]
+    assert all(np.array_equal(totals[0], other) for other in totals)
+    sent = [m.content["small"]["products"].numpy() for m in grid.received if task_of(m) == "moments"]
+    np.testing.assert_allclose(totals[0], sum(sent), rtol=1e-12)
+    assert_inventory(grid, {"query", "train", "evaluate"})
+
+
+def task_of(message: Message) -> Any:
+    return message.content.config_records.get("config", {}).get("task")
+
+
+def test_site_that_withholds_sends_no_sums(tmp_path: Path) -> None:
+    names = (*NAMES, "aaa")
+    own = {name: make_site(tmp_path / name, k, min_count=7 if name == "east" else 0) for k, name in enumerate(names)}
+    grid = MemoryGrid(app, nodes(own, *names))
+    run = play(grid, tmp_path, "fednoro-plus", **{"start-sites": 5})
+    sent = {
+        m.content["config"]["client"] for m in grid.received if "products" in m.content.array_records.get("small", {})
+    }
+    assert sent == {0, 2, 3, 4}, "east is 1"
+    assert run.detection is not None and "1" not in run.detection["clients"]
+
+
 def test_rounds_without_any_clean_site_go_on(places: dict[str, Path], tmp_path: Path) -> None:
     grid = MemoryGrid(app, nodes(places))
     seen: list[dict[str, Any]] = []
