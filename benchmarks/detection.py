@@ -59,7 +59,7 @@ class Watched(FedLA):
         if task.name == calibrated.MOMENTS:
             return calibrated.summed(task, site)
         if task.arrays:
-            return calibrated.score(task, site)
+            return Reply(site.client, site.size, arrays=calibrated.parted(task, site))
         outputs = {"paper": site.logits(task, task.weights), "reference": site.logits(task, task.weights, augment=True)}
         metrics = {name: per_class_losses(z, site.labels, site.classes)[0] for name, z in outputs.items()}
         received = left_over(outputs["paper"], site.labels, log_prior(site.counts))
@@ -152,6 +152,8 @@ def _areas(lab: Lab, state: State) -> list[list[float | None]]:
         return [[] for _ in everyone]
     after = calibrated.add_up(state, [_answered(item) for item in lab.engine.exchange(method, asked)])
     asked = calibrated.questions(after, clients, everyone, heads=True)
+    if not asked[everyone[0]].arrays:  # the network has no features
+        return [[] for _ in everyone]
     replies = [_answered(item).arrays for item in lab.engine.exchange(method, asked)]
     return [calibrated.numbers(pairs_of(arrays[calibrated.AREAS])) for arrays in replies]
 
@@ -186,7 +188,7 @@ def _rows(found: Mapping[str, Any], warmup: int) -> list[dict[str, Any]]:
     left, scored = np.min(rounds, axis=0), found["losses"][str(warmup)]
     return [
         dict(zip(SENT, (min(first, received[0]), own), strict=True))
-        | {calibrated.AREAS: parted, calibrated.COUNTS: counts}
+        | ({calibrated.AREAS: parted, calibrated.COUNTS: counts} if parted else {})
         for (first, own), received, parted, counts in zip(
             left, scored["received"], scored["areas"], scored["counts"], strict=True
         )

@@ -1,10 +1,11 @@
-"""The calibrated detector: who is noisy, nobody, some or everybody, on a scale that needs no constant of a data set.
+"""The calibrated detector: who is noisy, nobody, some or everybody, on a scale that is found on the spot.
 
-Two measures make a client's doubt: which share of its labels it cannot explain (`fednoro.explained`), and how badly
-heads that are learnt from the others part its labels (`fednoro.left_out`). The second asks for an exchange of its own
-before clients are scored, `moments`: each sends two sums over the global model's features, and receives their totals
-with the question for its score. Where no heads can be learnt, explained shares decide alone: among very few clients,
-with a network that has no `features`, and if a method asks for it.
+Its constants are the same for every data set. Two measures make a client's doubt: which share of its labels it cannot
+explain (`fednoro.explained`), and how badly heads that are learnt from the others part its labels (`fednoro.left_out`).
+The second asks for an exchange of its own before clients are scored, `moments`: each sends two sums over the global
+model's features, and receives their totals with the question for its score. Where no heads can be learnt, explained
+shares decide alone: if no more than four clients send sums (from the total of two, each could tell the other's), with a
+network that has no `features`, and if a method asks for it.
 
 A cut between two groups stays: whoever comes later is judged by it, from one measure with the model and the totals that
 the others were scored with. Until there is one, everybody is judged anew whenever somebody comes later, and whenever a
@@ -52,13 +53,15 @@ def summed(task: Task, site: Site) -> Reply:
 def score(task: Task, site: Site) -> Reply:
     """What a client explains of its labels, and what the others' heads part of them, where their totals came along."""
     reply = explained.score(task, site)
-    if PRODUCTS not in task.arrays:
-        return reply
+    return replace(reply, arrays=parted(task, site)) if PRODUCTS in task.arrays else reply
+
+
+def parted(task: Task, site: Site) -> dict[str, FloatArray]:
+    """How well the others' head parts each pair of a client's classes, and how many labels each class has."""
     features, labels = site.features(task.weights).cpu(), site.labels.cpu()
     a, b = torch.from_numpy(task.arrays[PRODUCTS]), torch.from_numpy(task.arrays[SUMS]).t()
     said = left_out.outputs(features, labels, a, b, bool(task.settings[COUNTED]))
-    parted = left_out.areas(said.numpy(), labels.numpy())
-    return replace(reply, arrays={AREAS: parted, COUNTS: site.counts.double().cpu().numpy()})
+    return {AREAS: left_out.areas(said.numpy(), labels.numpy()), COUNTS: site.counts.double().cpu().numpy()}
 
 
 # Server
@@ -88,31 +91,47 @@ def questions(state: State, clients: Clients, asked: Iterable[int], heads: bool,
 def _totals_there(state: State, first: bool) -> bool:
     """Whether scores are asked for with the totals: those of this round for a first verdict, later those it had."""
     known: Mapping[str, Any] = state.memo.get(MOMENTS, {})
-    return bool(known.get("clients")) and (not first or known["round"] == state.round)
+    of = state.round if first else state.memo.get("detection", {}).get("summed_in")
+    return bool(known.get("clients")) and known["round"] == of
 
 
 def add_up(state: State, replies: Iterable[Reply]) -> State:
-    """Keeps the totals of the clients' sums, and who has a part in them."""
-    total: FloatArray | None = None
-    parts: list[int] = []
+    """Keeps the totals of the clients' sums, and who has a part in them; those of the commonest width count."""
+    totals: dict[int, tuple[FloatArray, list[int]]] = {}
     for reply in replies:
         if not {PRODUCTS, SUMS} <= reply.arrays.keys():
             continue
         products, sums = reply.arrays[PRODUCTS], reply.arrays[SUMS]
-        fits = sums.ndim == 2 and products.shape == (sums.shape[1],) * 2
-        usable = fits and np.isfinite(products).all() and np.isfinite(sums).all()
-        part = np.concatenate([products.ravel(), sums.ravel()])
-        if not usable or (total is not None and total.shape != part.shape):
-            message = f"client {reply.client} sent sums that cannot be used: heads are learnt without it"
-            warnings.warn(message, FedNoRoWarning, stacklevel=2)
-            continue
-        total = part if total is None else total + part
-        parts.append(reply.client)
-    memo = {**state.memo, MOMENTS: {"round": state.round, "clients": parts}}
+        width = len(products)
+        fits = products.shape == (width, width) and sums.shape == (state.classes, width) and width <= WIDEST + 1
+        if fits:
+            before, parts = totals.get(width, (0.0, []))
+            with np.errstate(over="ignore"):
+                total = before + np.concatenate([products.ravel(), sums.ravel()])
+            if np.isfinite(total).all():
+                totals[width] = total, [*parts, reply.client]
+                continue
+        _left_out(reply.client)
+    best = max(totals.values(), key=lambda item: len(item[1]), default=None)
+    for total, parts in totals.values():
+        if best is not None and total is not best[0]:
+            for client in parts:
+                _left_out(client)
     kept = {name: model for name, model in state.kept.items() if name != MOMENTS}
-    if total is not None:
-        kept[MOMENTS] = Weights(torch.from_numpy(total), torch.zeros(0, dtype=torch.int64))
+    parts = [] if best is None else best[1]
+    if best is not None and len(parts) > FEW:
+        kept[MOMENTS] = Weights(torch.from_numpy(best[0]), torch.zeros(0, dtype=torch.int64))
+    elif parts:
+        message = f"only {len(parts)} clients sent sums that heads could be learnt from: explained shares decide alone"
+        warnings.warn(message, FedNoRoWarning, stacklevel=2)
+        parts = []
+    memo = {**state.memo, MOMENTS: {"round": state.round, "clients": parts}}
     return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+
+
+def _left_out(client: int) -> None:
+    message = f"client {client} sent sums that cannot be used: heads are learnt without it"
+    warnings.warn(message, FedNoRoWarning, stacklevel=3)
 
 
 def _unpacked(totals: Weights, classes: int) -> dict[str, FloatArray]:
@@ -135,13 +154,16 @@ def judge(rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None = 
     alone = explained.judge(evidence)
     if not heads or (before is None and len(rows) <= FEW):
         return alone
-    parted = np.array([row[AREAS] for row in rows], dtype=np.float64)  # None becomes NaN
+    areas = np.array([row[AREAS] for row in rows], dtype=np.float64)  # None becomes NaN
     counts = np.array([row[COUNTS] for row in rows], dtype=np.float64)
     if before is None:
-        scale = left_out.difficulty(parted, counts)
+        scale = left_out.difficulty(areas, counts)
+        comparable = ~np.isnan(areas) & ~np.isnan(scale.pairs)
+        if comparable.any(axis=1).sum() <= FEW:  # clients share no classes
+            return alone
     else:
         scale = Scale(np.array(before["pairs"], dtype=np.float64), before["mean"], before["cut"], before["steepness"])
-    error = left_out.errors(parted, counts, scale)
+    error = left_out.errors(areas, counts, scale)
     doubt = left_out.doubts(error, alone.explained)
     told = ~np.isnan(doubt) & np.array([any(row) for row in evidence])
     if before is None:
@@ -164,16 +186,19 @@ def judge(rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None = 
 def record(state: State, scores: Sequence[Reply]) -> State:
     """Judges the clients that have answered, by the cut found before where it parted two groups; writes to the memo."""
     memo = {**state.memo, "asked_in": state.round}
-    heads = _totals_there(state, first="detector" not in state.memo)  # what was asked for decides, not what came
-    usable = {str(reply.client): row for reply in scores if (row := _evidence(reply, state.classes, heads)) is not None}
     before: Mapping[str, Any] = memo.get("detection", {})
+    # Judged again: by the present model. What clients said of an earlier one is not on its scale.
+    anew = bool(before.get("clients", {}).keys() & {str(reply.client) for reply in scores})
+    heads = _totals_there(state, anew or "detector" not in memo)  # what was asked for decides, not what came
+    usable = {str(reply.client): row for reply in scores if (row := _evidence(reply, state.classes, heads)) is not None}
+    if "pairs" in before and not heads and not anew:
+        usable = {}  # the totals that those before were judged with are gone
     if not usable:
         message = f"round {state.round + 1}: no client could be scored, those not known are not trusted"
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return replace(state, memo=memo, stage="detection", notes={})
     model = scoring_model(state)
-    if before.get("clients", {}).keys() & usable.keys():
-        # Judged again: by the present model. What clients said of an earlier one is not on its scale.
+    if anew:
         before, model = {}, state.model
     earlier: Mapping[str, Any] = before.get("clients", {})
     rounds = dict.fromkeys(usable, state.round) | {k: row["round"] for k, row in earlier.items()}
@@ -189,10 +214,11 @@ def record(state: State, scores: Sequence[Reply]) -> State:
         "reason": reason, "cut": found.cut, "steepness": found.steepness, "parted": found.parted,
         "round": before.get("round", state.round) if before.get("parted") == found.parted else state.round,
         **({} if found.scale is None else {"pairs": numbers(found.scale.pairs), "mean": found.scale.mean}),
+        **({"summed_in": memo[MOMENTS]["round"]} if heads else {}),
         "clients": {**earlier, **judged},
     }  # fmt: skip
     if not before.get("parted"):
-        memo["detector"] = {"trust": None if found.everybody else found.cut}
+        memo["detector"] = {"everybody": found.everybody}
     kept = {**state.kept, SCORED: model}
     return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
 
@@ -204,13 +230,16 @@ def _evidence(reply: Reply, classes: int, heads: bool) -> dict[str, Any] | None:
         return None
     if not heads:
         return row
-    parted, counts = (np.asarray(reply.arrays.get(name, math.nan)) for name in (AREAS, COUNTS))
-    if parted.shape != (classes, classes) or counts.shape != (classes,):
+    areas, counts = (np.asarray(reply.arrays.get(name, math.nan)) for name in (AREAS, COUNTS))
+    if areas.shape != (classes, classes) or counts.shape != (classes,):
         return None
-    sound = np.isnan(parted) | ((parted >= 0) & (parted <= 1))
-    if not sound.all() or not ((counts >= 0) & (counts < math.inf)).all():
+    first, second = np.triu_indices(classes, 1)
+    pairs, held = areas[first, second], (counts[first] > 0) & (counts[second] > 0)
+    if not np.where(held, (pairs >= 0) & (pairs <= 1), np.isnan(pairs)).all():
         return None
-    return row | {AREAS: numbers(left_out.pairs_of(parted)), COUNTS: [int(n) for n in counts]}
+    if not ((counts >= 0) & (counts < math.inf)).all():
+        return None
+    return row | {AREAS: numbers(pairs), COUNTS: [int(n) for n in counts]}
 
 
 def numbers(values: FloatArray) -> list[float | None]:
@@ -224,7 +253,10 @@ def judged_in(state: State, default: int) -> int:
 
 def nobody_trusted(state: State) -> bool:
     """Whether there is a verdict, and it is that everybody is noisy."""
-    return "detector" in state.memo and state.memo["detector"]["trust"] is None
+    found: Mapping[str, Any] | None = state.memo.get("detector")
+    if found is None:
+        return False
+    return bool(found["everybody"] if "everybody" in found else found["trust"] is None)  # in older checkpoints
 
 
 def suspects(state: State, clients: Collection[int]) -> set[int]:
@@ -232,7 +264,7 @@ def suspects(state: State, clients: Collection[int]) -> set[int]:
 
     Where everybody is noisy, nobody is suspected more than others.
     """
-    if state.memo.get("detector", {}).get("trust") is None:
+    if "detector" not in state.memo or nobody_trusted(state):
         return set()
     rows = state.memo["detection"]["clients"]
     return {k for k in clients if str(k) not in rows or rows[str(k)]["noisy"]}

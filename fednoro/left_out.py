@@ -12,7 +12,8 @@ how well X_k W_k parts those labels, a_kij, the area under the ROC curve of colu
 depends neither on how many images of each class there are nor on what else there is.
 
 Some pairs are hard for everybody, so a_kij = μ_ij + δ_k, by least squares with the weights 1 / (0.25/m + 0.03),
-m = 1 / (1/n_i + 1/n_j) from the client's n images of either class. Wrong labels part nothing:
+m = 1 / (1/n_i + 1/n_j) from the client's n images of either class, over pairs that two clients have at least. Wrong
+labels part nothing:
 
     error_k = 2 (1 − mean μ − δ_k), at least 0        0: labels follow the images, 1: they do not
 
@@ -21,9 +22,9 @@ and with the share of its labels that a client explains, e_k (`fednoro.explained
     doubt_k = √((error_k + 0.02) (1 − e_k + 0.02))
 
 Doubts are cut where two groups of their logarithms are likeliest (Gaussians of one variance). The upper group is
-noisy if its mean error is twice the lower one's, if the lower group explains something of its labels, 28% on average,
-and if it explains less itself, 80% of that. Otherwise all clients are alike, and their explained shares say whether
-that is nobody or everybody.
+noisy if two are likelier than one, if its mean error + 0.02 is twice the lower one's, if the lower group explains
+something of its labels, 28% on average, and if it explains less itself, 80% of that. Otherwise all clients are alike,
+and their explained shares say whether that is nobody or everybody.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ TWICE = 2.0  # the error of noisy clients, at least, in that of clean ones
 VARIANCE = 2.5e-4  # of logarithms, that no group is below
 SOMETHING = 0.28  # what trusted clients explain at least on average
 LESS = 0.8  # what noisy ones explain at most, in that
+LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
 
 
 # Client
@@ -105,8 +107,8 @@ def _with_ones(features: Tensor) -> Tensor:
 class Scale:
     """What is hard for everybody, and where noisy clients begin."""
 
-    pairs: FloatArray  # μ, one for each pair; NaN where no client has both classes
-    mean: float  # of μ
+    pairs: FloatArray  # μ, one for each pair; NaN where fewer than two clients have both classes
+    mean: float  # of μ, by how much is known of each
     cut: float = math.nan  # of doubts
     steepness: float = 1.0  # of the posterior around the logarithm of the cut
 
@@ -120,6 +122,7 @@ def pairs_of(parted: FloatArray) -> FloatArray:
 def difficulty(parted: FloatArray, counts: FloatArray) -> Scale:
     """μ from K×pairs areas and K×C labels per class."""
     weights, delta = _weights(parted, counts), np.zeros(len(parted))
+    weights = np.where((weights > 0).sum(axis=0) > 1, weights, 0.0)  # one client alone is nothing to compare with
     across, along = np.maximum(weights.sum(axis=0), 1e-12), np.maximum(weights.sum(axis=1), 1e-12)
     areas_known, mu = np.where(weights > 0, parted, 0.0), np.zeros(parted.shape[1])
     for _ in range(50):
@@ -129,11 +132,12 @@ def difficulty(parted: FloatArray, counts: FloatArray) -> Scale:
 
 
 def errors(parted: FloatArray, counts: FloatArray, scale: Scale) -> FloatArray:
-    """2 (1 − mean μ − δ_k) of each client; NaN for one that has no pair of classes."""
-    weights = np.where(np.isnan(scale.pairs), 0.0, _weights(parted, counts))
+    """2 (1 − mean μ − δ_k) of each client; δ_k = 0 if others have none of its pairs, NaN if it has none."""
+    everything = _weights(parted, counts)
+    weights = np.where(np.isnan(scale.pairs), 0.0, everything)
     apart = np.where(weights > 0, parted - scale.pairs, 0.0)
-    along = weights.sum(axis=1)
-    delta = np.divide((weights * apart).sum(axis=1), along, out=np.full(len(parted), math.nan), where=along > 0)
+    along, unknown = weights.sum(axis=1), np.where(everything.any(axis=1), 0.0, math.nan)
+    delta = np.divide((weights * apart).sum(axis=1), along, out=unknown, where=along > 0)
     return np.asarray(np.maximum(2 * (1 - scale.mean - delta), 0.0))
 
 
@@ -154,8 +158,8 @@ def find_cut(doubt: FloatArray, error: FloatArray, explained: FloatArray) -> tup
         within = sum(float(part.var()) * len(part) for part in parts) / n + VARIANCE
         mixing = sum(len(part) * math.log(len(part) / n) for part in parts)
         best = min(best, (n * math.log(within) - 2 * mixing, below, within))
-    _, trusted, within = best
-    if not trusted:
+    cost, trusted, within = best
+    if not trusted or n * math.log(float(x.var()) + VARIANCE) - cost < LIKELIER:
         return None
     clean, noisy = order[:trusted], order[trusted:]
     apart = (error[noisy] + FLOOR).mean() >= TWICE * (error[clean] + FLOOR).mean()

@@ -22,7 +22,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
-PRODUCTS = "products"  # the one array of a reply that is not by class: features by features
+PRODUCTS = "products"  # among the arrays of a reply: sums over features by features, not by class
 
 
 class UserError(ValueError):
@@ -60,12 +60,12 @@ class Task:
     round: int
     weights: Weights
     settings: Mapping[str, float | int | bool | str] = field(default_factory=dict)
-    arrays: Mapping[str, FloatArray] = field(default_factory=dict)  # small ones, such as class centroids
+    arrays: Mapping[str, FloatArray] = field(default_factory=dict)  # such as class centroids
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What one client sends back: never data, only weights, counts, per-class means and metrics."""
+    """What one client sends back: never data, only weights, counts, sums over images and metrics."""
 
     client: int
     size: int

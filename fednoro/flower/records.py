@@ -3,7 +3,7 @@
     task    arrays {values, counters}   small {NAME: float64}   config {task, server-round, client, …}   settings {…}
     reply   arrays {values, counters}   small {NAME: float64}   config {task, server-round, client}      metrics {…}
 
-A reply has nothing else: weights, counts, means per class and metrics are all that leaves a site.
+A reply has nothing else: weights, counts, means per class, sums over features and metrics are all that leaves a site.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ LAMBDA, TEMPERATURE = 0.8, 0.8  # of that: FedNoRo's, at the end of its ramp
 
 @dataclass(frozen=True)
 class FedNoRoPlus(Method):
-    """Finds noisy clients by what they can explain, trains without them, corrects their labels, then trains on all."""
+    """Finds noisy clients by what they and others make of their labels, purges, corrects labels, trains on all."""
 
     warmup: int = option(10, "rounds of FedLA before the clients are judged (T1)", ge=1)
     watch: int = option(WATCHED, "of these, the last ones in which clients measure what they can explain", ge=1)
@@ -133,7 +133,7 @@ class FedNoRoPlus(Method):
         if state.round == self.warmup and (unknown := sorted(set(self.noisy or ()) - set(clients.present))):
             message = f"method.noisy names clients that are not there: {', '.join(map(str, unknown))} (counted from 0)"
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
-        if state.round < self.purged(state.rounds, judged_in(state, self.warmup)):
+        if self._purging(state):
             clean = [k for k in clients.present if k not in noisy]
             if noisy and clean:
                 rng = generator(state.seed, "purge", state.round)
@@ -146,6 +146,10 @@ class FedNoRoPlus(Method):
         if waiting and state.memo.get("corrected_in") != state.round:  # who does not answer is asked in a later round
             return {k: Task("correct", state.round, state.kept.get(TEACHER, state.model)) for k in waiting}
         return {k: Task("train", state.round, state.model, {SOFT: True} if k in noisy else {}) for k in chosen}
+
+    def _purging(self, state: State) -> bool:
+        """Whether noisy clients are still left out; once their labels are corrected, they are not."""
+        return CORRECTED not in state.memo and state.round < self.purged(state.rounds, judged_in(state, self.warmup))
 
     def _may_change(self, state: State) -> bool:
         """Whether everybody is flagged, and is to be judged again before half of the run is over."""
@@ -173,7 +177,7 @@ class FedNoRoPlus(Method):
             return replace(super().fold(state, replies), stage="warm-up")
         noisy = self._suspects(state, replies.asked)
         flagged = bool(self._suspects(state, verdicts(state)) if self.noisy is None else self.noisy)
-        if state.round < self.purged(state.rounds, judged_in(state, self.warmup)):
+        if self._purging(state):
             if noisy:
                 warnings.warn("no clean client to train on: noisy ones take part", FedNoRoWarning, stacklevel=2)
             return self._taught(state, replace(super().fold(state, replies), stage="purge" if flagged else "training"))

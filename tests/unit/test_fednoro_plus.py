@@ -282,6 +282,14 @@ def test_purge_takes_four_ninths_of_what_follows_unless_it_is_set(rounds: int, p
     assert FedNoRoPlus(warmup=5, purge=purge).purged(rounds, judged=5) == ends
 
 
+def test_a_run_whose_labels_are_corrected_is_not_purged_again() -> None:
+    """As where it was begun with a shorter purge, by an earlier version."""
+    memo = {**told(TWO_NOISY), CORRECTED: {"3": 6, "4": 6}, "corrected_in": 6}
+    tasks = METHOD.plan(at(6, memo), EVERYONE)
+    assert set(tasks) == {0, 1, 2, 3, 4} and {k for k, task in tasks.items() if SOFT in task.settings} == {3, 4}
+    assert set(METHOD.plan(at(6, told(TWO_NOISY)), EVERYONE)) == {0, 1, 2}
+
+
 # Judged again
 
 EARLY = FedNoRoPlus(warmup=1, watch=1, revise=2, purge=2)

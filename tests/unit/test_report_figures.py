@@ -139,6 +139,7 @@ def test_the_curve_of_doubts_parts_the_verdicts(tmp_path: Path) -> None:
     for width in (WIDE, 320):
         tips = {mark.tip for mark in figure.draw(width).marks if "explained, error" in mark.tip}
         assert len(tips) == len(rows) - 1
+        assert [mark for mark in figure.draw(width).marks if mark.kind == "text" and mark.size == 10], "some have names"
     assert [row[4] for row in figure.table.rows] == ["noisy" if row["noisy"] else "clean" for row in rows.values()]
     assert "1 client is missing here" in figure.caption and figure.table.rows[0][2] == "–"
 

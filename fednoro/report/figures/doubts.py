@@ -34,7 +34,8 @@ def doubt(run: Recorded, found: Judged | None) -> Figure | None:
         draw_x(scene, box, x, round_ticks(0, right), percent, "share of its labels that a client explains")
         if cut is not None:
             scene.line([(x(a), y(b)) for a, b in _curve(cut, right, top)], "mark")
-        labels = [(x(shares[k]) - 5, y(error[k]) + 4) for k in np.flatnonzero(shown)]
+        dots = {int(k): (x(shares[k]) - 5, y(error[k]) + 4) for k in np.flatnonzero(shown)}
+        labels: list[tuple[float, float]] = []
         for k in np.flatnonzero(shown):
             style = "unknown" if truth is None else "noisy" if truth[k] else "clean"
             at = x(float(shares[k])), y(float(error[k]))
@@ -43,7 +44,8 @@ def doubt(run: Recorded, found: Judged | None) -> Figure | None:
             if found.wrong[k]:
                 scene.circle(*at, 9, "ring")
             place, long = (at[0] + 7, at[1] - 5), text_width(short[k], 10) + 2
-            if place[0] + long < width and all(abs(place[0] - a) > long or abs(place[1] - b) > 9 for a, b in labels):
+            others = [dot for other, dot in dots.items() if other != k] + labels
+            if place[0] + long < width and all(abs(place[0] - a) > long or abs(place[1] - b) > 9 for a, b in others):
                 scene.text(*place, short[k], size=10)  # a name stands only where it hides nothing
                 labels.append(place)
         entries = [("clean", "truly clean", "clean"), ("noisy", "truly noisy", "noisy")]
