@@ -22,9 +22,10 @@ and with the share of its labels that a client explains, e_k (`fednoro.explained
     doubt_k = √((error_k + 0.02) (1 − e_k + 0.02))
 
 Doubts are cut where two groups of their logarithms are likeliest (Gaussians of one variance). The upper group is
-noisy if two are likelier than one, if its mean error + 0.02 is twice the lower one's, if the lower group explains
-something of its labels, 28% on average, and if it explains less itself, 80% of that. Otherwise all clients are alike,
-and their explained shares say whether that is nobody or everybody.
+noisy if two are likelier than one, if its mean error is 0.1 and twice the lower one's (0.02 added to both), if it
+explains 80% of what the lower group does or less, and if that is something, 28% on average; after a short warm-up it
+need not be if the two are far apart, with four times the error. Otherwise all clients are alike, and their explained
+shares say whether that is nobody or everybody.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ from fednoro.types import FloatArray, IntArray
 RIDGE = 0.003
 SCATTER, PAIR = 0.25, 0.03  # variance of an area: of one image, and of a pair in one client
 FLOOR = 0.02  # so that nothing is sure
-TWICE = 2.0  # the error of noisy clients, at least, in that of clean ones
+LEAST, TWICE = 0.1, 2.0  # the error of noisy clients, at least, and in that of clean ones
 VARIANCE = 2.5e-4  # of logarithms, that no group is below
 SOMETHING = 0.28  # what trusted clients explain at least on average
 LESS = 0.8  # what noisy ones explain at most, in that
 LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
+FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where the warm-up was too short to explain anything
 
 
 # Client
@@ -159,12 +161,14 @@ def find_cut(doubt: FloatArray, error: FloatArray, explained: FloatArray) -> tup
         mixing = sum(len(part) * math.log(len(part) / n) for part in parts)
         best = min(best, (n * math.log(within) - 2 * mixing, below, within))
     cost, trusted, within = best
-    if not trusted or n * math.log(float(x.var()) + VARIANCE) - cost < LIKELIER:
+    if not trusted:
         return None
     clean, noisy = order[:trusted], order[trusted:]
-    apart = (error[noisy] + FLOOR).mean() >= TWICE * (error[clean] + FLOOR).mean()
-    trust = explained[clean].mean()
-    if not apart or trust < SOMETHING or explained[noisy].mean() > LESS * trust:
+    likelier = n * math.log(float(x.var()) + VARIANCE) - cost
+    worse = (error[noisy].mean() + FLOOR) / (error[clean].mean() + FLOOR)
+    trust, less = explained[clean].mean(), explained[noisy].mean()
+    clear = trust >= SOMETHING or (likelier >= FAR_LIKELIER and worse >= FAR)
+    if likelier < LIKELIER or worse < TWICE or error[noisy].mean() < LEAST or less > LESS * trust or not clear:
         return None
     cut = math.exp(float(x[trusted - 1 : trusted + 1].mean()))
     return cut, float(x[trusted:].mean() - x[:trusted].mean()) / within

@@ -139,7 +139,7 @@ def test_the_cut_is_the_likeliest_of_all(error: list[float]) -> None:
     twice = sum(noisy) / len(noisy) >= 2 * sum(clean) / len(clean) and shares[1] <= 0.8 * shares[0]
     mean = sum(x) / len(x)
     alone = len(x) * math.log(sum((v - mean) ** 2 for v in x) / len(x) + rule.VARIANCE)
-    twice = twice and alone - costs[below] >= 3
+    twice = twice and alone - costs[below] >= 3 and sum(noisy) / len(noisy) >= 0.12
     found = rule.find_cut(doubt, np.array(error), explained)
     assert (found is not None) == twice
     if found is not None:
@@ -170,10 +170,17 @@ def test_noisy_clients_explain_less(level: float, parted: bool) -> None:
     assert (cut_of(error, np.where(HALF == BETTER, 0.5, level)) is not None) == parted
 
 
-@pytest.mark.parametrize(("level", "parted"), [(0.29, True), (0.27, False)])
-def test_trusted_clients_explain_something(level: float, parted: bool) -> None:
-    error = np.where(HALF == BETTER, 0.1, 0.5)
-    assert (cut_of(error, np.where(HALF == BETTER, level, 0.1)) is not None) == parted
+@pytest.mark.parametrize(("level", "error", "parted"), [(0.29, 0.3, True), (0.27, 0.3, False), (0.27, 0.5, True)])
+def test_trusted_clients_explain_something_unless_the_groups_are_far_apart(
+    level: float, error: float, parted: bool
+) -> None:
+    errors = np.where(HALF == BETTER, 0.1, error)
+    assert (cut_of(errors, np.where(HALF == BETTER, level, 0.1)) is not None) == parted
+
+
+@pytest.mark.parametrize(("error", "parted"), [(0.09, False), (0.11, True)])
+def test_noisy_clients_err_at_all(error: float, parted: bool) -> None:
+    assert (cut_of(np.where(HALF == BETTER, 0.0, error), HALF) is not None) == parted
 
 
 def test_one_client_alone_is_not_a_group_to_trust() -> None:
