@@ -26,11 +26,12 @@ import torch
 from fednoro import explained, left_out
 from fednoro.explained import FEW, SENT, Judgement
 from fednoro.left_out import Scale
-from fednoro.types import PRODUCTS, Clients, FedNoRoWarning, FloatArray, Reply, Site, State, Task, UserError, Weights
+from fednoro.types import Clients, FedNoRoWarning, FloatArray, Reply, Site, State, Task, UserError, Weights
 from fednoro.verdicts import SCORED, scoring_model
 
 MOMENTS = "moments"  # the task; among a state's kept models: the totals
-SUMS, AREAS, COUNTS = "sums", "areas", "counts"  # among the arrays that are sent, with PRODUCTS
+PRODUCTS, SUMS = "products", "sums"  # among the arrays that are sent: XᵀX, and X summed up by class
+AREAS, COUNTS = "areas", "counts"  # and with a score
 COUNTED = "counted"  # among the settings of a score: whether the client has a part in the totals
 WIDEST = 2048  # features: more would be a message larger than the model
 
@@ -102,9 +103,9 @@ def add_up(state: State, replies: Iterable[Reply]) -> State:
         if not {PRODUCTS, SUMS} <= reply.arrays.keys():
             continue
         products, sums = reply.arrays[PRODUCTS], reply.arrays[SUMS]
-        width = len(products)
-        fits = products.shape == (width, width) and sums.shape == (state.classes, width) and width <= WIDEST + 1
-        if fits:
+        width = sums.shape[-1] if sums.ndim else 0
+        shapes = products.shape, sums.shape
+        if shapes == ((width, width), (state.classes, width)) and 1 < width <= WIDEST + 1:
             before, parts = totals.get(width, (0.0, []))
             with np.errstate(over="ignore"):
                 total = before + np.concatenate([products.ravel(), sums.ravel()])

@@ -15,10 +15,11 @@ from typing import Protocol
 
 import numpy as np
 
+from fednoro.calibrated import MOMENTS
 from fednoro.methods import Method
 from fednoro.metrics import per_class_recall
 from fednoro.seeds import generator
-from fednoro.types import PRODUCTS, Clients, Failure, FedNoRoWarning, IntArray, Replies, Reply, State, Task, Weights
+from fednoro.types import Clients, Failure, FedNoRoWarning, IntArray, Replies, Reply, State, Task, Weights
 
 
 class Exchange(Protocol):
@@ -152,7 +153,7 @@ class Screen:
 
     def _unlike(self, reply: Reply) -> str | None:
         """Arrays are by class, and of the same shape at all clients; who adds up moments compares them itself."""
-        if PRODUCTS in reply.arrays:
+        if self.tasks[reply.client].name == MOMENTS:
             return None
         for name, array in reply.arrays.items():
             shape = np.shape(array)

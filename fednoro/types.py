@@ -22,8 +22,6 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
-PRODUCTS = "products"  # among the arrays of a reply: sums over features by features, not by class
-
 
 class UserError(ValueError):
     """A mistake the user can correct: the command line prints its one line and exits with 2."""

@@ -22,6 +22,7 @@ from fednoro.calibrated import (
     COUNTED,
     COUNTS,
     MOMENTS,
+    PRODUCTS,
     SUMS,
     add_up,
     judge,
@@ -35,7 +36,7 @@ from fednoro.engine import EagerEngine
 from fednoro.explained import SENT
 from fednoro.left_out import areas as areas_of
 from fednoro.left_out import moments, outputs
-from fednoro.types import PRODUCTS, Clients, FedNoRoWarning, Reply, State, Task, UserError
+from fednoro.types import Clients, FedNoRoWarning, Reply, State, Task, UserError
 from fednoro.verdicts import verdicts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -312,7 +313,7 @@ def test_features_that_would_be_a_message_larger_than_the_model_are_not_sent(mon
     assert MOMENTS not in asked_for_sums(start(), lab()).kept
 
 
-@pytest.mark.parametrize("change", ["shape", "flat", "nan", "large", "width", "wide"])
+@pytest.mark.parametrize("change", ["shape", "flat", "number", "nan", "large", "width", "wide"])
 def test_sums_that_cannot_be_used_are_left_out_and_that_is_said(change: str) -> None:
     engine = lab(parts=LARGER)
     sent = [summed(Task(MOMENTS, 0, start().model), engine.site(client)) for client in engine.clients.values()]
@@ -321,6 +322,8 @@ def test_sums_that_cannot_be_used_are_left_out_and_that_is_said(change: str) -> 
         products = products[:-1]
     elif change == "flat":
         products, sums = products[:CLASSES, :CLASSES], sums[:, 0]
+    elif change == "number":
+        products, sums = np.array(1.0), np.array(1.0)
     elif change == "width":  # by itself it would be right, and it comes first
         products, sums = products[:-1, :-1], sums[:, :-1]
     elif change == "wide":

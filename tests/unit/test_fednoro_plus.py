@@ -493,6 +493,25 @@ def test_by_shares_alone_nobody_is_asked_for_more_than_two_numbers(method: Metho
     assert "explained shares" in played[-1].state.memo["detection"]["reason"]
 
 
+@pytest.mark.parametrize("change", [lambda a: a[..., :-1, :-1], lambda a: a.sum(), lambda a: a * math.nan])
+def test_sums_that_no_network_here_could_make_do_not_end_the_run(change: Any) -> None:
+    """Client 0 comes first. Its own doubt is found from heads that it has no part in, or by shares among the others."""
+    lab = Lab(noisy=(3, 4))
+
+    def exchange(method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
+        for reply in lab.exchange(method, tasks):
+            if isinstance(reply, Reply) and reply.client == 0 and "products" in reply.arrays:
+                products = np.asarray(change(reply.arrays["products"]))
+                sums = reply.arrays["sums"][:, : len(products)] if products.ndim else products
+                reply = replace(reply, arrays={"products": products, "sums": sums})
+            yield reply
+
+    played = list(play(METHOD, start(ROUNDS), exchange, range(CLIENTS), lambda _: NOTHING))
+    said = [message for turn in played for message in turn.warnings]
+    assert said[0] == "client 0 sent sums that cannot be used: heads are learnt without it"
+    assert played[-1].state.round == ROUNDS and verdicts(played[-1].state) == RIGHT
+
+
 def test_views_of_an_image_are_drawn_and_averaged() -> None:
     lab = Lab((3, 4))
     lab.images.augment = Augment(rotate=30, flip=True)

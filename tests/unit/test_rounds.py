@@ -174,6 +174,10 @@ MALFORMED = {
     "arrays of other classes": (Reply(1, 1, weights(1.0), arrays={"means": np.zeros(3)}), "means of shape (3,)"),
     "a number for an array": (Reply(1, 1, weights(1.0), arrays={"means": np.array(0.0)}), "means of shape ()"),
     "wider arrays": (Reply(1, 1, weights(1.0), arrays={"means": np.zeros((2, 5))}), "expected was (2, 4)"),
+    "sums that nobody asked for": (
+        Reply(1, 1, weights(1.0), arrays={"products": np.zeros((5, 5))}),
+        "products of shape (5, 5)",
+    ),
     "a name that nobody has": (Reply(99, 1, weights(1.0)), "without having been asked"),
 }
 
