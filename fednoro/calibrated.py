@@ -163,7 +163,7 @@ def judge(rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None = 
         if comparable.any(axis=1).sum() <= FEW:  # clients share no classes
             return alone
     else:
-        scale = Scale(np.array(before["pairs"], dtype=np.float64), before["mean"], before["cut"], before["steepness"])
+        scale = Scale(np.array(before["pairs"], dtype=np.float64), before["mean"])
     error = left_out.errors(areas, counts, scale)
     doubt = left_out.doubts(error, alone.explained)
     told = ~np.isnan(doubt) & np.array([any(row) for row in evidence])
@@ -171,15 +171,16 @@ def judge(rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None = 
         found = left_out.find_cut(doubt[told], error[told], alone.explained[told])
         if found is None:
             return explained.judge(evidence, alike=True)
-        scale = replace(scale, cut=found[0], steepness=found[1])
-    noisy = told & (np.where(told, doubt, 0.0) > scale.cut)
-    power = np.where(told, scale.steepness * (math.log(scale.cut) - np.log(np.where(told, doubt, 1.0))), 0.0)
-    posterior = 1 / (1 + np.exp(np.clip(power, -700, 700)))
+        cut, steepness = found
+    else:
+        cut, steepness = before["cut"], before["steepness"]
+    noisy = told & (np.where(told, doubt, 0.0) > cut)
+    power = np.where(told, steepness * (math.log(cut) - np.log(np.where(told, doubt, 1.0))), 0.0)
     known = doubt[told]
     span = f"{known.min():.2f} to {known.max():.2f}" if len(known) else "none"
-    reason = f"{int(noisy.sum())} of {len(rows)} clients flagged: doubts {span}, cut at {scale.cut:.2f}"
+    reason = f"{int(noisy.sum())} of {len(rows)} clients flagged: doubts {span}, cut at {cut:.2f}"
     return Judgement(
-        alone.explained, tuple(bool(flag) for flag in noisy), posterior, scale.cut, scale.steepness,
+        alone.explained, tuple(bool(flag) for flag in noisy), left_out.chance(power), cut, steepness,
         parted=True, everybody=False, reason=reason, error=error, doubt=doubt, scale=scale,
     )  # fmt: skip
 
@@ -234,11 +235,10 @@ def _evidence(reply: Reply, classes: int, heads: bool) -> dict[str, Any] | None:
     areas, counts = (np.asarray(reply.arrays.get(name, math.nan)) for name in (AREAS, COUNTS))
     if areas.shape != (classes, classes) or counts.shape != (classes,):
         return None
-    first, second = np.triu_indices(classes, 1)
-    pairs, held = areas[first, second], (counts[first] > 0) & (counts[second] > 0)
-    if not np.where(held, (pairs >= 0) & (pairs <= 1), np.isnan(pairs)).all():
-        return None
     if not ((counts >= 0) & (counts < math.inf)).all():
+        return None
+    pairs, held = left_out.pairs_of(areas), left_out.pairs_of(np.outer(counts, counts)) > 0
+    if not np.where(held, (pairs >= 0) & (pairs <= 1), np.isnan(pairs)).all():
         return None
     return row | {AREAS: numbers(pairs), COUNTS: [int(n) for n in counts]}
 

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednoro.left_out import Scale
+from fednoro.left_out import Scale, chance, likeliest
 from fednoro.losses import log_prior, logit_adjusted_ce
 from fednoro.types import FloatArray, Reply, Site, State, Step, Task, Weights
 
@@ -153,7 +153,7 @@ def judge(
     cut, steepness, parted = found if before is None else (*before, True)
     noisy = told & (e < cut)
     power = np.where(told, steepness * (e - cut), 0.0)
-    posterior = 1 / (1 + np.exp(np.clip(power, -700, 700)))
+    posterior = chance(power)
     count, of, everybody = int(noisy.sum()), len(e), bool(told.any() and noisy[told].all())
     who = "nobody" if not count else "everybody" if everybody else f"{count} of {of} clients"
     shares = f"{e.min():.2f} to {e.max():.2f}" if of > 1 else f"{e[0]:.2f}"
@@ -169,7 +169,8 @@ def find_cut(shares: FloatArray) -> tuple[float, float, bool]:
     Where all are alike it lies below all or above all of them.
     """
     x = np.sort(shares)
-    split = _likeliest(x)
+    # The trusted group has two members at least, except among very few.
+    split = likeliest(x, range(1, len(x) if len(x) <= FEW else len(x) - 1), SCATTER)
     if split is not None:
         number, likelier, variance = split
         low, high = float(x[:number].mean()), float(x[number:].mean())
@@ -195,20 +196,3 @@ def _two_kinds(low: float, high: float, likelier: float, clients: int) -> bool:
     if clients <= FEW:
         return low <= FEW_BELOW * high and likelier >= 1
     return (far and likelier >= 1) or (low <= min(BELOW * high, ALIKE) and likelier >= 3)
-
-
-def _likeliest(x: FloatArray) -> tuple[int, float, float] | None:
-    """The likeliest cut of sorted values: how many are below, how much likelier it is than none, the variance left.
-
-    Likelier by twice the logarithm of the likelihoods' ratio, with each group's share of the clients in it. The trusted
-    group has two members at least, except among very few.
-    """
-    n, best = len(x), None
-    for below in range(1, n if n <= FEW else n - 1):
-        parts = (x[:below], x[below:])
-        variance = sum(float(part.var()) * len(part) for part in parts) / n + SCATTER
-        mixing = sum(len(part) * math.log(len(part) / n) for part in parts)
-        likelier = n * math.log((float(x.var()) + SCATTER) / variance) + 2 * mixing
-        if best is None or likelier > best[1]:
-            best = (below, likelier, variance)
-    return best

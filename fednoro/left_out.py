@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,12 +108,10 @@ def _with_ones(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scale:
-    """What is hard for everybody, and where noisy clients begin."""
+    """What is hard for everybody."""
 
     pairs: FloatArray  # μ, one for each pair; NaN where fewer than two clients have both classes
     mean: float  # of μ, by how much is known of each
-    cut: float = math.nan  # of doubts
-    steepness: float = 1.0  # of the posterior around the logarithm of the cut
 
 
 def pairs_of(parted: FloatArray) -> FloatArray:
@@ -154,17 +153,12 @@ def find_cut(doubt: FloatArray, error: FloatArray, explained: FloatArray) -> tup
     The trusted group has two members at least.
     """
     order = np.argsort(doubt, kind="stable")
-    x, n, best = np.log(doubt[order]), len(doubt), (math.inf, 0, 0.0)
-    for below in range(2, n):
-        parts = x[:below], x[below:]
-        within = sum(float(part.var()) * len(part) for part in parts) / n + VARIANCE
-        mixing = sum(len(part) * math.log(len(part) / n) for part in parts)
-        best = min(best, (n * math.log(within) - 2 * mixing, below, within))
-    cost, trusted, within = best
-    if not trusted:
+    x = np.log(doubt[order])
+    best = likeliest(x, range(2, len(x)), VARIANCE)
+    if best is None:
         return None
+    trusted, likelier, within = best
     clean, noisy = order[:trusted], order[trusted:]
-    likelier = n * math.log(float(x.var()) + VARIANCE) - cost
     worse = (error[noisy].mean() + FLOOR) / (error[clean].mean() + FLOOR)
     trust, less = explained[clean].mean(), explained[noisy].mean()
     clear = trust >= SOMETHING or (likelier >= FAR_LIKELIER and worse >= FAR)
@@ -172,6 +166,28 @@ def find_cut(doubt: FloatArray, error: FloatArray, explained: FloatArray) -> tup
         return None
     cut = math.exp(float(x[trusted - 1 : trusted + 1].mean()))
     return cut, float(x[trusted:].mean() - x[:trusted].mean()) / within
+
+
+def likeliest(x: FloatArray, cuts: Iterable[int], floor: float) -> tuple[int, float, float] | None:
+    """The likeliest cut of sorted values: how many are below, how much likelier it is than none, the variance left.
+
+    Likelier by twice the logarithm of the likelihoods' ratio, with each group's share of the clients in it; both groups
+    have one variance, and none is below `floor`.
+    """
+    n, best = len(x), None
+    for below in cuts:
+        parts = x[:below], x[below:]
+        variance = sum(float(part.var()) * len(part) for part in parts) / n + floor
+        mixing = sum(len(part) * math.log(len(part) / n) for part in parts)
+        likelier = n * math.log((float(x.var()) + floor) / variance) + 2 * mixing
+        if best is None or likelier > best[1]:
+            best = (below, likelier, variance)
+    return best
+
+
+def chance(power: FloatArray) -> FloatArray:
+    """1 / (1 + e^power), of any size."""
+    return np.asarray(1 / (1 + np.exp(np.clip(power, -700, 700))))
 
 
 def _weights(parted: FloatArray, counts: FloatArray) -> FloatArray:

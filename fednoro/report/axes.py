@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fednoro.report.scene import Scene, shortened, text_width
@@ -126,3 +126,8 @@ def room_left(names: Sequence[str], size: float = 11) -> float:
 
 def percent(value: float) -> str:
     return f"{100 * value:.0f}%"
+
+
+def stands_free(place: tuple[float, float], name: str, others: Iterable[tuple[float, float]]) -> bool:
+    """Whether a name in small print hides none of the dots and names at `others`."""
+    return all(abs(place[0] - x) > text_width(name, 10) + 2 or abs(place[1] - y) > 9 for x, y in others)

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from fednoro.report.axes import Box, draw_x, draw_y, names_below, room_below, round_ticks, short_names
+from fednoro.report.axes import Box, draw_x, draw_y, names_below, room_below, round_ticks, short_names, stands_free
 from fednoro.report.figures.columns import GAP, LEAST, Grid
-from fednoro.report.figures.figure import Figure, Table, counted, is_are, listed
+from fednoro.report.figures.figure import Figure, Table, counted, is_are, listed, number
 from fednoro.report.judged import Judged
 from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene, shortened, text_width
@@ -73,8 +73,8 @@ def losses(run: Recorded, found: Judged | None) -> Figure | None:
         (
             name,
             "noisy" if found.noisy[order][k] else "clean",
-            *(_number(v) for v in raw[k]),
-            *(_number(v) for v in scaled[k]),
+            *(number(v) for v in raw[k]),
+            *(number(v) for v in scaled[k]),
         )
         for k, name in enumerate(names)
     )
@@ -199,7 +199,7 @@ def posterior(run: Recorded, found: Judged | None) -> Figure | None:
     )
     rows = tuple(
         (
-            names[k], _number(values[k]), "noisy" if found.noisy[order][k] else "clean",
+            names[k], number(values[k]), "noisy" if found.noisy[order][k] else "clean",
             *(() if truth is None or rates is None else ("noisy" if truth[k] else "clean", f"{rates[k]:.0%}")),
             *(() if agreement is None else (f"{agreement[k]:.0%}",)),
         )
@@ -243,8 +243,7 @@ def mixture(run: Recorded, found: Judged | None) -> Figure | None:
                 scene.circle(*at, 9, "ring")
             label = at[0] + 7, at[1] - 5
             others = [place for other, place in taken.items() if other != k] + labels
-            if all(abs(label[0] - a) > text_width(short[k], 10) + 2 or abs(label[1] - b) > 9 for a, b in others):
-                # A name stands only where it hides nothing.
+            if stands_free(label, short[k], others):
                 edge = label[0] + text_width(short[k], 10) > width
                 scene.text(
                     label[0] - (14 if edge else 0), label[1], short[k], size=10, anchor="end" if edge else "start"
@@ -268,7 +267,7 @@ def mixture(run: Recorded, found: Judged | None) -> Figure | None:
     if not found.reproduced:
         caption += "The mixture was fitted again for this figure and does not give exactly the recorded probabilities."
     points = tuple(
-        (names[k], *map(_number, cloud.points[k]), "noisy" if found.noisy[k] else "clean") for k in range(len(names))
+        (names[k], *map(number, cloud.points[k]), "noisy" if found.noisy[k] else "clean") for k in range(len(names))
     )
     table = Table(("client", "first direction", "second direction", "verdict"), points)
     return Figure("mixture", "The two groups", caption, "Scatter plot of the clients in two groups.", draw, table)
@@ -276,7 +275,3 @@ def mixture(run: Recorded, found: Judged | None) -> Figure | None:
 
 def _axis(which: str, share: float) -> str:
     return f"{which} direction ({share:.0%} of the variance)"
-
-
-def _number(value: float) -> str:
-    return "–" if not math.isfinite(value) else f"{value:.3f}"

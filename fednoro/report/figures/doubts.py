@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from fednoro.report.axes import Box, draw_x, draw_y, percent, round_ticks, short_names
-from fednoro.report.figures.figure import Figure, Table, counted, is_are
+from fednoro.report.axes import Box, draw_x, draw_y, percent, round_ticks, short_names, stands_free
+from fednoro.report.figures.figure import Figure, Table, counted, is_are, number
 from fednoro.report.judged import Judged
 from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene, text_width
@@ -43,10 +41,11 @@ def doubt(run: Recorded, found: Judged | None) -> Figure | None:
             scene.dot(*at, 5 if len(names) <= 60 else 3.5, style, tip=said, series=style)
             if found.wrong[k]:
                 scene.circle(*at, 9, "ring")
-            place, long = (at[0] + 7, at[1] - 5), text_width(short[k], 10) + 2
+            place = at[0] + 7, at[1] - 5
             others = [dot for other, dot in dots.items() if other != k] + labels
-            if place[0] + long < width and all(abs(place[0] - a) > long or abs(place[1] - b) > 9 for a, b in others):
-                scene.text(*place, short[k], size=10)  # a name stands only where it hides nothing
+            fits = place[0] + text_width(short[k], 10) + 2 < width
+            if fits and stands_free(place, short[k], others):
+                scene.text(*place, short[k], size=10)
                 labels.append(place)
         entries = [("clean", "truly clean", "clean"), ("noisy", "truly noisy", "noisy")]
         entries = entries if truth is not None else [("unknown", "truth not known", "")]
@@ -64,7 +63,7 @@ def doubt(run: Recorded, found: Judged | None) -> Figure | None:
     if silent:
         caption += f"{counted(silent, 'client')} {is_are(silent)} missing here: one class alone tells nothing. "
     rows = tuple(
-        (name, *(_number(v[k]) for v in (shares, error, found.doubt)), "noisy" if found.noisy[k] else "clean")
+        (name, *(number(v[k]) for v in (shares, error, found.doubt)), "noisy" if found.noisy[k] else "clean")
         for k, name in enumerate(names)
     )
     table = Table(("client", "explained", "error", "doubt", "verdict"), rows)
@@ -81,7 +80,3 @@ def _curve(cut: float, right: float, top: float) -> list[tuple[float, float]]:
         if 0 <= height <= top:
             points.append((float(share), height))
     return points
-
-
-def _number(value: float) -> str:
-    return "–" if not math.isfinite(value) else f"{value:.3f}"

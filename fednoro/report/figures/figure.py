@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,11 @@ class Figure:
     draw: Callable[[float], Scene]
     table: Table
     columns: int = 0  # of a grid of clients; where they are many, a phone scrolls the wide drawing
+
+
+def number(value: float) -> str:
+    """A table's number; a dash where there is none."""
+    return "–" if not math.isfinite(value) else f"{value:.3f}"
 
 
 def listed(words: Sequence[str], most: int = 12) -> str:

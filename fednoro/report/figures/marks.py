@@ -8,7 +8,7 @@ import numpy as np
 
 from fednoro.report.axes import Box, draw_y, names_below, percent, room_below, short_names
 from fednoro.report.figures.columns import LEAST
-from fednoro.report.figures.figure import Figure, Table, counted
+from fednoro.report.figures.figure import Figure, Table, counted, number
 from fednoro.report.judged import Judged
 from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene
@@ -58,7 +58,7 @@ def level(run: Recorded, found: Judged | None) -> Figure | None:
     if rates is not None:
         caption += f"It is off by {np.nanmean(np.abs(levels - rates)):.0%} of the labels on average."
     rows = tuple(
-        (name, _number(levels[k]), *(() if rates is None else (f"{rates[k]:.2f}",))) for k, name in enumerate(names)
+        (name, number(levels[k]), *(() if rates is None else (f"{rates[k]:.2f}",))) for k, name in enumerate(names)
     )
     head = ("client", "estimated", *(() if rates is None else ("truth",)))
     title = "Estimated share of wrong labels"
@@ -109,12 +109,8 @@ def explained(run: Recorded, found: Judged | None) -> Figure | None:
         caption += f"{counted(below, 'client')} below the cut at {found.cut:.0%} look noisy. "
         caption += "This rule can also flag nobody, or everybody."
     rows = tuple(
-        (name, _number(shares[k]), "noisy" if found.noisy[order][k] else "clean") for k, name in enumerate(names)
+        (name, number(shares[k]), "noisy" if found.noisy[order][k] else "clean") for k, name in enumerate(names)
     )
     table = Table(("client", "explained", "verdict"), rows)
     title, label = "How much of its labels a client explains", f"Explained shares of {len(names)} clients."
     return Figure("explained", title, caption, label, draw, table, len(names))
-
-
-def _number(value: float) -> str:
-    return "–" if not math.isfinite(value) else f"{value:.3f}"
