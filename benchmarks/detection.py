@@ -1,13 +1,16 @@
 """Who is found noisy, by which rule: the paper's mixture, its published code's, what clients can explain, and doubts.
 
 python -m benchmarks.detection [--preset digits] [--rates 0 0.2 0.4 0.6 0.8 1] [--ranges 0.3-0.5 0.5-0.7]
-                               [--seeds 0 1 2] [--warmups 10] [--evidence FILE] [--jobs 1] [key=value …]
+                               [--seeds 0 1 2] [--warmups 10] [--again] [--evidence FILE] [--jobs 1] [key=value …]
 
 Each setting is one warm-up by FedLA, which all rules share: at its end the clients' class losses go to the paper's
 detector and to the published code's, and what they have measured in its last rounds to the others: `shares` goes by
 that alone, `calibrated` by heads that are learnt from the other clients too. With several --warmups one run of the
 longest serves all. Annotators do not depend on how many clients are noisy or how much, and are trained once for each
 seed.
+
+With --again those whom `calibrated` trusts train alone for half of FedNoRo+'s purge, and everybody is judged once more:
+`again`, the verdict that FedNoRo+ ends with unless it flags everybody.
 
 --evidence keeps what was measured, a line of JSON for each setting: what is in the file is not measured again, only
 judged. Noise other than the preset's: `noise=symmetric`, or `noise=transition noise.matrix=…`, for which --ranges say
@@ -38,12 +41,13 @@ from fednoro.explained import SENT, WATCH, WATCHED, left_over, measure
 from fednoro.federation import Federation, assemble
 from fednoro.left_out import pairs_of
 from fednoro.losses import log_prior, per_class_losses
-from fednoro.methods import FedLA
+from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.metrics import detection
 from fednoro.models import Packed
 from fednoro.types import Clients, FedNoRoWarning, FloatArray, IntArray, Replies, Reply, Site, State, Task
 
 DETECTORS = ("paper", "reference", "shares", "calibrated")
+AGAIN = "again"
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,9 @@ class Setting:
 # Measuring
 
 
-def evidence(settings: Sequence[Setting], warmups: Sequence[int], path: Path | None) -> list[dict[str, Any]]:
+def evidence(
+    settings: Sequence[Setting], warmups: Sequence[int], again: bool, path: Path | None
+) -> list[dict[str, Any]]:
     """What the clients of each federation measure, also in a line at the end of a file; only the noise may differ."""
     torch.set_num_threads(min(2, torch.get_num_threads()))
     found, opinions = [], dict[int, FloatArray]()
@@ -101,7 +107,7 @@ def evidence(settings: Sequence[Setting], warmups: Sequence[int], path: Path | N
                 noise = resolve(setting.preset, setting.settings).noise
                 parts = (lab.dataset, lab.config.split, lab.config.partition, noise, setting.seed)
                 federation = assemble(*parts, partial(_remembered, lab, opinions))
-                found.append({"setting": setting.key, **_watched(lab, federation, warmups)})
+                found.append({"setting": setting.key, **_watched(lab, federation, warmups, again)})
                 keep(path, found[-1])
     return found
 
@@ -112,11 +118,12 @@ def _remembered(lab: Lab, opinions: dict[int, FloatArray], parts: Mapping[int, I
     return {k: opinions[k] for k in parts}
 
 
-def _watched(lab: Lab, federation: Federation, warmups: Sequence[int]) -> dict[str, Any]:
+def _watched(lab: Lab, federation: Federation, warmups: Sequence[int], again: bool) -> dict[str, Any]:
     method, engine, clients = Watched(), lab.engine, range(len(federation.parts))
     engine.serve(federation.clients())
     start = lab.calibrated(Packed(lab.initial, engine.device).weights())
     state = State(start, 0, max(warmups) + 1, len(federation.classes), lab.config.seed)
+    judged: dict[int, State] = {}
     rounds: dict[str, list[list[float]]] = {}
     losses: dict[str, dict[str, Any]] = {}
     for number in range(max(warmups)):
@@ -134,13 +141,31 @@ def _watched(lab: Lab, federation: Federation, warmups: Sequence[int]) -> dict[s
                 for name in ("paper", "reference", "counts", "received")
             }
             losses[str(number + 1)]["areas"] = _areas(lab, state)
+            judged[number + 1] = state
     assert federation.noisy is not None, "artificial noise is known"
-    return {
+    found = {
         "noisy": federation.noisy.tolist(),
         "shares": federation.rates.tolist(),
         "explained": rounds,
         "losses": losses,
     }
+    return found | ({AGAIN: {str(t): _purged(lab, found, judged[t]) for t in warmups}} if again else {})
+
+
+def _purged(lab: Lab, found: Mapping[str, Any], state: State) -> dict[str, Any]:
+    """What clients say about the model that trusted ones have trained alone; nothing where no heads part them."""
+    first = calibrated.judge(_rows(found, state.round))
+    if first.scale is None:
+        return {}
+    method, clean = Watched(), [k for k, noisy in enumerate(first.noisy) if not noisy]
+    rounds = lab.config.train.rounds
+    for number in range(state.round, state.round + (FedNoRoPlus().purged(rounds, state.round) - state.round) // 2):
+        tasks = {k: Task("train", number, state.model) for k in clean}
+        replies = [_answered(item) for item in lab.engine.exchange(method, tasks)]
+        state = method.fold(state, Replies("train", tuple(tasks), replies))
+    tasks = {k: Task("score", state.round, state.model) for k in range(len(first.noisy))}
+    received = [_answered(reply).metrics["received"].tolist() for reply in lab.engine.exchange(method, tasks)]  # type: ignore[union-attr]
+    return {"received": received, "areas": _areas(lab, state)}
 
 
 def _areas(lab: Lab, state: State) -> list[list[float | None]]:
@@ -169,10 +194,12 @@ def _answered(item: Any) -> Reply:
 
 def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> list[bool]:
     """Whom a rule flags after a warm-up of so many rounds."""
-    if detector in ("shares", "calibrated"):
+    if detector in ("shares", "calibrated", AGAIN):
         rows = _rows(found, warmup)
         if detector == "calibrated":
             return list(calibrated.judge(rows).noisy)
+        if detector == AGAIN:
+            return _again(rows, found[AGAIN][str(warmup)])
         return list(explained.judge([[row[name] for name in SENT] for row in rows]).noisy)
     losses = found["losses"][str(warmup)]
     rule = NoisyClientDetector("paper" if detector == "paper" else "reference", seed=seed)
@@ -180,6 +207,19 @@ def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> 
         warnings.simplefilter("ignore", FedNoRoWarning)
         rule.fit(np.array(losses[detector], dtype=np.float64), np.array(losses["counts"]))
     return [bool(flag) for flag in rule.noisy_]
+
+
+def _again(rows: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> list[bool]:
+    """The second verdict, or the first where that parts no two groups."""
+    first, (received, _) = calibrated.judge(rows), SENT
+    if not said:
+        return list(first.noisy)
+    later = [
+        {**row, received: min(row[received], left[0]), calibrated.AREAS: parted}
+        for row, left, parted in zip(rows, said["received"], said["areas"], strict=True)
+    ]
+    second = calibrated.judge(later)
+    return list((first if second.scale is None else second).noisy)
 
 
 def _rows(found: Mapping[str, Any], warmup: int) -> list[dict[str, Any]]:
@@ -195,12 +235,14 @@ def _rows(found: Mapping[str, Any], warmup: int) -> list[dict[str, Any]]:
     ]
 
 
-def table(known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], warmups: Sequence[int]) -> str:
+def table(
+    known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], warmups: Sequence[int], rules: Sequence[str]
+) -> str:
     """Per share, range, warm-up and detector: how often exactly the noisy clients were flagged, recall, precision."""
     groups: dict[tuple[float, str, int, str], list[tuple[list[bool], list[bool]]]] = {}
     for setting in settings:
         for warmup in warmups:
-            for detector in DETECTORS:
+            for detector in rules:
                 found = known[setting.key]
                 span = "" if setting.range is None else "({:g}, {:g})".format(*setting.range)
                 flagged = verdict(detector, found, warmup, setting.seed)
@@ -238,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranges", type=_range, nargs="+", default=[(0.5, 0.7)], help="of η, such as 0.3-0.5 0.5-0.7")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--warmups", type=int, nargs="+", default=None, help="default: FedNoRo's of the preset")
+    parser.add_argument("--again", action="store_true", help="judge once more in the middle of FedNoRo+'s purge")
     parser.add_argument("--evidence", type=Path, default=None, help="a .jsonl file to go on from")
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
     words, overrides = overrides_in(arguments)
@@ -254,13 +297,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     # A setting may be there twice, with warm-ups of different lengths, or without what a newer rule asks for.
     usable = [row for row in kept(options.evidence) if all("areas" in row["losses"].get(str(t), ()) for t in warmups)]
-    known = {row["setting"]: row for row in usable}
+    known = {row["setting"]: row for row in usable if AGAIN in row or not options.again}
     groups = [[s for s in settings if s.seed == seed and s.key not in known] for seed in options.seeds]
-    work = partial(evidence, warmups=warmups, path=options.evidence)
+    work = partial(evidence, warmups=warmups, again=options.again, path=options.evidence)
     for rows in in_processes(work, [group for group in groups if group], options.jobs, "seeds"):
         known |= {row["setting"]: row for row in rows}
     print(f"{' '.join([options.preset, *overrides])}, seeds {', '.join(map(str, options.seeds))}\n")
-    print(table(known, settings, warmups))
+    print(table(known, settings, warmups, (*DETECTORS, AGAIN) if options.again else DETECTORS))
     print(f"\n{describe(choose_device(asked.device))}")
 
 

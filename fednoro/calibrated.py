@@ -8,8 +8,9 @@ shares decide alone: if no more than four clients send sums (from the total of t
 network that has no `features`, and if a method asks for it.
 
 A cut between two groups stays: whoever comes later is judged by it, from one measure with the model and the totals that
-the others were scored with. Until there is one, everybody is judged anew whenever somebody comes later, and whenever a
-method asks again.
+the others were scored with. A method may look again once clean clients alone have trained for a while (`reconsider`):
+the two groups are farther apart then. Until there is a cut, everybody is judged anew whenever somebody comes later, and
+whenever a method asks again.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from fednoro import explained, left_out
 from fednoro.explained import FEW, SENT, Judgement
 from fednoro.left_out import Scale
 from fednoro.types import Clients, FedNoRoWarning, FloatArray, Reply, Site, State, Task, UserError, Weights
-from fednoro.verdicts import SCORED, scoring_model
+from fednoro.verdicts import SCORED, scoring_model, verdicts
 
 MOMENTS = "moments"  # the task; among a state's kept models: the totals
 PRODUCTS, SUMS = "products", "sums"  # among the arrays that are sent: XᵀX, and X summed up by class
 AREAS, COUNTS = "areas", "counts"  # and with a score
+FIRST = "first_moments"  # in a state: the totals of the first verdict, while a second one is looked for
+AGAIN = "again"  # in the memo: when that was, and whether it changed the verdict
 COUNTED = "counted"  # among the settings of a score: whether the client has a part in the totals
 WIDEST = 2048  # features: more would be a message larger than the model
 
@@ -130,6 +133,15 @@ def add_up(state: State, replies: Iterable[Reply]) -> State:
     return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
 
 
+def add_up_again(state: State, replies: Iterable[Reply]) -> State:
+    """The same for a second verdict; the first one's totals are kept until it is known which of the two counts."""
+    after = add_up(state, replies)
+    if not after.memo[MOMENTS]["clients"]:  # perhaps in a later round
+        return replace(state, memo={**state.memo, "asked_in": state.round}, stage="detection", notes={})
+    kept, memo = {**after.kept, FIRST: state.kept[MOMENTS]}, {**after.memo, FIRST: state.memo[MOMENTS]}
+    return replace(after, kept=kept, memo=memo)
+
+
 def _left_out(client: int) -> None:
     message = f"client {client} sent sums that cannot be used: heads are learnt without it"
     warnings.warn(message, FedNoRoWarning, stacklevel=3)
@@ -222,6 +234,40 @@ def record(state: State, scores: Sequence[Reply]) -> State:
     if not before.get("parted"):
         memo["detector"] = {"everybody": found.everybody}
     kept = {**state.kept, SCORED: model}
+    return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+
+
+def can_reconsider(state: State) -> bool:
+    """Whether heads have parted two groups, and nobody has looked again."""
+    return AGAIN not in state.memo and "pairs" in state.memo.get("detection", {}) and MOMENTS in state.kept
+
+
+def reconsider(state: State, scores: Sequence[Reply]) -> State:
+    """Judges everybody again; where that parts no two groups, or too few have answered, the first verdict stays.
+
+    Who does not answer keeps the verdict it had. If nobody does, the second verdict is still to come.
+    """
+    after, first = record(state, scores), state.memo["detection"]
+    found = after.memo["detection"]
+    answered = found["clients"].keys() & first["clients"].keys() if found is not first else set()
+    if "pairs" in found and 2 * len(answered) > len(first["clients"]):
+        reason = f"{found['reason']} (judged again)"
+        found = {
+            **found,
+            "reason": reason,
+            "round": first["round"],
+            "clients": {**first["clients"], **found["clients"]},
+        }
+        memo, kept = {**after.memo, "detection": found}, dict(after.kept)
+    else:
+        memo, kept = {**state.memo, "asked_in": state.round}, dict(state.kept)
+        if FIRST in memo:  # there are no others if so few are left that nobody was asked for sums
+            memo[MOMENTS], kept[MOMENTS] = memo[FIRST], kept[FIRST]
+    for place in (memo, kept):
+        place.pop(FIRST, None)
+    if answered:
+        changed = verdicts(replace(state, memo=memo)) != verdicts(state)
+        memo[AGAIN] = {"round": state.round, "changed": changed}
     return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
 
 

@@ -21,11 +21,11 @@ and with the share of its labels that a client explains, e_k (`fednoro.explained
 
     doubt_k = √((error_k + 0.02) (1 − e_k + 0.02))
 
-Doubts are cut where two groups of their logarithms are likeliest (Gaussians of one variance). The upper group is
-noisy if two are likelier than one, if its mean error is 0.1 and twice the lower one's (0.02 added to both), if it
-explains 80% of what the lower group does or less, and if that is something, 28% on average; after a short warm-up it
-need not be if the two are far apart, with four times the error. Otherwise all clients are alike, and their explained
-shares say whether that is nobody or everybody.
+Doubts are cut where two groups of their logarithms are likeliest (Gaussians, the upper one wider by a fifth: noisy
+clients differ in how much is wrong). The upper group is noisy if two are likelier than one, if its mean error is 0.1
+and twice the lower one's (0.02 added to both), if it explains 80% of what the lower group does or less, and if that is
+something, 28% on average; after a short warm-up it need not be if the two are far apart, with four times the error.
+Otherwise all clients are alike, and their explained shares say whether that is nobody or everybody.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ LEAST, TWICE = 0.1, 2.0  # the error of noisy clients, at least, and in that of 
 VARIANCE = 2.5e-4  # of logarithms, that no group is below
 SOMETHING = 0.28  # what trusted clients explain at least on average
 LESS = 0.8  # what noisy ones explain at most, in that
-LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
+WIDER = 1.2  # the deviation of noisy clients' logarithms, in that of clean ones'
+LIKELIER = 1.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
 FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where the warm-up was too short to explain anything
 
 
@@ -154,7 +155,7 @@ def find_cut(doubt: FloatArray, error: FloatArray, explained: FloatArray) -> tup
     """
     order = np.argsort(doubt, kind="stable")
     x = np.log(doubt[order])
-    best = likeliest(x, range(2, len(x)), VARIANCE)
+    best = likeliest(x, range(2, len(x)), VARIANCE, WIDER)
     if best is None:
         return None
     trusted, likelier, within = best
@@ -168,17 +169,17 @@ def find_cut(doubt: FloatArray, error: FloatArray, explained: FloatArray) -> tup
     return cut, float(x[trusted:].mean() - x[:trusted].mean()) / within
 
 
-def likeliest(x: FloatArray, cuts: Iterable[int], floor: float) -> tuple[int, float, float] | None:
+def likeliest(x: FloatArray, cuts: Iterable[int], floor: float, wider: float = 1.0) -> tuple[int, float, float] | None:
     """The likeliest cut of sorted values: how many are below, how much likelier it is than none, the variance left.
 
-    Likelier by twice the logarithm of the likelihoods' ratio, with each group's share of the clients in it; both groups
-    have one variance, and none is below `floor`.
+    Likelier by twice the logarithm of the likelihoods' ratio, with each group's share of the clients in it. The upper
+    group's deviation is `wider` times the lower one's, whose variance is not below `floor`.
     """
     n, best = len(x), None
     for below in cuts:
-        parts = x[:below], x[below:]
-        variance = sum(float(part.var()) * len(part) for part in parts) / n + floor
-        mixing = sum(len(part) * math.log(len(part) / n) for part in parts)
+        low, high = x[:below], x[below:]
+        variance = float(low.var() * len(low) + high.var() * len(high) / wider**2) / n + floor
+        mixing = sum(len(part) * math.log(len(part) / n) for part in (low, high)) - len(high) * math.log(wider)
         likelier = n * math.log((float(x.var()) + floor) / variance) + 2 * mixing
         if best is None or likelier > best[1]:
             best = (below, likelier, variance)

@@ -109,7 +109,7 @@ def make(names: Sequence[str], wish: Wish, workers: int, console: Console, quiet
         finally:
             board.close()
         for name, grid in grids.items():
-            _show(_written(grid, out / name, failed), console)
+            show(_written(grid, out / name, failed), console)
     return failed
 
 
@@ -123,14 +123,15 @@ def _written(grid: Grid, stem: Path, failed: Mapping[str, str]) -> tuple[Table, 
     return table, [*pictures, *texts]
 
 
-def _show(made: tuple[Table, list[Path]], console: Console) -> None:
+def show(made: tuple[Table, list[Path]], console: Console) -> None:
+    """A table in full, however wide, with its notes, and which files hold it."""
     table, paths = made
     if table.rows:
         shown = terminal(table)
         room = console.options.update(width=10_000)
-        needed = console.measure(shown, options=room).maximum
         # A file or a pipe has no width, and a terminal folds long lines better than cells.
-        console.print(shown, width=max(console.width, needed), crop=False, soft_wrap=True)
+        shown.width = console.measure(shown, options=room).maximum
+        console.print(shown, crop=False, soft_wrap=True)
     for line in (*table.notes, f"written: {', '.join(map(str, paths))}"):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 

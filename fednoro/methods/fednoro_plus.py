@@ -12,9 +12,10 @@ measured worse. But the warm-up may have been too short to tell, so everybody is
 (`revise`) in the first half of the run; later, models know wrong labels by heart. A client that could not be judged is
 not trusted until it is.
 
-Stage 2, purge, from the verdict on: FedLA on the clean clients S_c alone. The teacher f_T is the mean of the global
-models of these rounds, from the tenth on their moving average: w_T ← a w_T + (1 − a) w_g, a = min(0.9, t / (t + 1)),
-t = 0, 1, …
+Stage 2, purge, from the verdict on: FedLA on the clean clients S_c alone. In the middle of it everybody is judged once
+more (`second_look`), because the model that clean clients have trained parts the two kinds better. The teacher f_T is
+the mean of the global models of these rounds (of those since the second verdict, if it is another), from the tenth on
+their moving average: w_T ← a w_T + (1 − a) w_g, a = min(0.9, t / (t + 1)), t = 0, 1, …
 
 Correct, once: on each noisy client, by what the teacher says on average about `views` augmented versions v of an image,
 
@@ -29,9 +30,9 @@ mistakes for independent of the image, is given a share (`opinion` o below 1):
 Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) + log π_k)_y with
 π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo.
 
-Each choice can be taken back: `detector` (explained shares alone), `ema` 0 (the last model as teacher), `views` 0
-(plain images), `opinion` (0: EM alone), `correct_every` (not once), `targets` (hard labels, or FedNoRo's distillation
-with both sides adjusted in place of corrected labels), `aggregation` (by size alone).
+Each choice can be taken back: `detector` (explained shares alone), `second_look` (one verdict), `ema` 0 (the last model
+as teacher), `views` 0 (plain images), `opinion` (0: EM alone), `correct_every` (not once), `targets` (hard labels, or
+FedNoRo's distillation with both sides adjusted in place of corrected labels), `aggregation` (by size alone).
 """
 
 from __future__ import annotations
@@ -48,11 +49,15 @@ from torch import Tensor
 
 from fednoro.aggregate import average
 from fednoro.calibrated import (
+    AGAIN,
     MOMENTS,
     add_up,
+    add_up_again,
+    can_reconsider,
     judged_in,
     nobody_trusted,
     questions,
+    reconsider,
     record,
     score,
     summed,
@@ -85,6 +90,7 @@ class FedNoRoPlus(Method):
         "calibrated", "how clients are judged: by what they explain and what others' heads say, or by the first alone"
     )
     revise: int = option(5, "rounds after which everybody, if flagged, is judged again; 0: never", ge=0)
+    second_look: bool = option(True, "whether everybody is judged again in the middle of the purge")
     purge: int | None = option(None, "rounds on clean clients alone; default: 4/9 of what follows the verdict", ge=0)
     ema: float = option(
         0.9, "how much of the teacher stays in a round, once it is the mean of enough of them", ge=0, lt=1
@@ -120,9 +126,9 @@ class FedNoRoPlus(Method):
         if state.round < self.warmup:
             settings = watching(state, self.warmup, self.watch) if self.noisy is None else {}
             return {k: Task("train", state.round, state.model, settings) for k in clients.drawn}
-        may_change = self._may_change(state)
+        may_change, heads = self._may_change(state), self.detector == "calibrated"
         due = may_change and state.round - judged_in(state, self.warmup) >= self.revise
-        heads = self.detector == "calibrated"
+        due = due or self._looks_again(state)
         if due and state.memo.get("asked_in") != state.round:  # where nobody answers, in a later round
             return questions(state, clients, clients.present, heads, anew=True)
         if self.noisy is None and (unknown := unscored(state, clients)):
@@ -157,6 +163,14 @@ class FedNoRoPlus(Method):
             return False
         return 2 * max(state.round, judged_in(state, self.warmup) + self.revise) <= state.rounds
 
+    def _looks_again(self, state: State) -> bool:
+        """Whether half of the purge, two rounds at least, is over and the second verdict is still to come."""
+        if self.noisy is not None or not self.second_look or not self._purging(state) or not can_reconsider(state):
+            return False
+        judged = judged_in(state, self.warmup)
+        half = (self.purged(state.rounds, judged) - judged) // 2
+        return half > 1 and state.round >= judged + half
+
     def _suspects(self, state: State, clients: Collection[int]) -> set[int]:
         return suspects(state, clients) if self.noisy is None else {k for k in clients if k in self.noisy}
 
@@ -166,9 +180,9 @@ class FedNoRoPlus(Method):
 
     def fold(self, state: State, replies: Replies) -> State:
         if replies.task == MOMENTS:
-            return add_up(state, replies)
+            return (add_up_again if self._looks_again(state) else add_up)(state, replies)
         if replies.task == "score":
-            return self._judged(state, replies)
+            return reconsider(state, list(replies)) if self._looks_again(state) else self._judged(state, replies)
         if replies.task == "correct":
             done = {**state.memo.get(CORRECTED, {}), **{str(reply.client): state.round for reply in replies}}
             memo = {**state.memo, CORRECTED: done, "corrected_in": state.round}
@@ -200,7 +214,8 @@ class FedNoRoPlus(Method):
         return after
 
     def _taught(self, state: State, after: State) -> State:
-        t = state.round - judged_in(state, self.warmup)
+        again = state.memo.get(AGAIN, {})
+        t = state.round - (again["round"] if again.get("changed") else judged_in(state, self.warmup))
         a = min(self.ema, t / (t + 1))
         teacher = average([(state.kept.get(TEACHER, state.model), a), (after.model, 1 - a)])
         return replace(after, kept={**state.kept, TEACHER: teacher})

@@ -255,13 +255,36 @@ def test_detection_says_what_a_run_says(tmp_path: Path) -> None:
     short = ["train.epochs=1", "noise.epochs=1", "partition.clients=6", "device=cpu"]
     detection = benchmark("detection")
     setting = detection.Setting("digits", tuple(short), 3, 0.5, (0.5, 0.7))
-    (found,) = detection.evidence([setting], [2], None)
+    (found,) = detection.evidence([setting], [2], False, None)
     for detector in detection.DETECTORS:
         options = ["method=fednoro", f"method.detector={detector}", "method.warmup=2", "train.rounds=3"]
         run = fednoro.run("digits", *setting.settings, *options, f"out={tmp_path}")
         assert run.detection is not None
         flagged = [k for k, noisy in enumerate(detection.verdict(detector, found, 2, 3)) if noisy]
         assert flagged == run.detection["flagged"], detector
+
+
+def test_detection_judges_again_as_a_run_of_fednoro_plus_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["partition.clients=6", "model.width=4", "train.rounds=14", "device=cpu"]
+    short += ["methods.fednoro.warmup=5", "methods.fednoro-plus.warmup=5"]
+    kept, threads = tmp_path / "evidence.jsonl", torch.get_num_threads()
+    asked = ["--rates", "0.34", "--seeds", "0", "--evidence", str(kept)]
+    benchmark("detection").main([*asked, *short])
+    benchmark("detection").main([*asked, "--again", *short])  # what was not asked before is measured now
+    torch.set_num_threads(threads)
+    found = lines(capsys.readouterr().out)
+    assert [row[3] for row in found[-5:]] == ["paper", "reference", "shares", "calibrated", "again"]
+    without, measured = [json.loads(line) for line in kept.read_text().splitlines()]
+    settings = ["noise.rate=0.34", "noise.low=0.5", "noise.high=0.7", "seed=0", *short]
+    run = fednoro.run("digits", "method=fednoro-plus", *settings, f"out={tmp_path}")
+    assert run.detection is not None and run.detection["reason"].endswith("(judged again)")
+    assert {row["round"] for row in run.detection["clients"].values()} == {7}
+    said = [row["areas"] for _, row in sorted(run.detection["clients"].items())]
+    assert said == measured["again"]["5"]["areas"] != measured["losses"]["5"]["areas"]
+    flagged = benchmark("detection").verdict("again", measured, 5, 0)
+    assert [k for k, noisy in enumerate(flagged) if noisy] == run.detection["flagged"] and "again" not in without
 
 
 def test_paired_differences_are_those_of_the_same_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from fednoro.bench import paper
-from fednoro.bench.making import QUICK, Wish
+from fednoro.bench.making import QUICK, Wish, show
 from fednoro.bench.order import IN_ROUNDS, Order, flat
 from fednoro.bench.paper import CLEAN, GRIDS, MILD, STRONG, Setting
 from fednoro.bench.render import best, escape, figure, latex, markdown, tidy
@@ -214,3 +215,16 @@ def test_tidy_csv_has_one_line_for_each_record() -> None:
     records = ({"seed": 0, "best": 0.5, "failed": None}, {"seed": 1, "best": None, "failed": 'a, "b"'})
     rows = list(csv.DictReader(io.StringIO(tidy(small(records=records)))))
     assert rows == [{"seed": "0", "best": "0.5", "failed": ""}, {"seed": "1", "best": "", "failed": 'a, "b"'}]
+
+
+@pytest.mark.parametrize("width", [20, 80, 300])
+def test_a_table_is_shown_in_full_however_narrow_the_console(width: int) -> None:
+    columns = tuple((f"ρ = 0.{i}", "η ∈ (0.5, 0.7)") for i in range(9))
+    rows = (Row(("fednoro-plus", "Last"), tuple(Cell((50.0 + i, 51.0), 2) for i in range(9))),)
+    text = io.StringIO()
+    table = Table("t", "A caption.", ("Method", ""), columns, rows, ("a note",))
+    show((table, [Path("t.md")]), Console(file=text, width=width))
+    lines = text.getvalue().splitlines()
+    cells = [cell.strip() for cell in next(line for line in lines if "fednoro-plus" in line).strip("│").split("│")]
+    assert cells == ["fednoro-plus", "Last", *(figure(cell) for cell in rows[0].cells)]
+    assert lines[-2:] == ["a note", "written: t.md"] and "…" not in text.getvalue()

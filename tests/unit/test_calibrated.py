@@ -18,15 +18,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fednoro.calibrated import (
+    AGAIN,
     AREAS,
     COUNTED,
     COUNTS,
+    FIRST,
     MOMENTS,
     PRODUCTS,
     SUMS,
     add_up,
+    add_up_again,
+    can_reconsider,
     judge,
     questions,
+    reconsider,
     record,
     score,
     summed,
@@ -426,3 +431,82 @@ def test_judge_takes_rows_of_a_memo() -> None:
     rows = list(state.memo["detection"]["clients"].values())
     again = judge(rows)
     assert again.noisy == tuple(row["noisy"] for row in rows) and again.cut == state.memo["detection"]["cut"]
+
+
+# A second look
+
+SIX = Clients(tuple(range(6)), tuple(range(6)))
+
+
+def looked_at(kinds: Sequence[tuple[float, float]]) -> tuple[EagerEngine, State, State]:
+    """Six clients after a first verdict, and the same two rounds later, with the sums for a second one."""
+    engine = lab(parts=LARGER)
+    first = record(asked_for_sums(start(), engine, clients=SIX), replies(kinds))
+    later = replace(first, round=2, model=replace(first.model, values=first.model.values * 1.5))
+    assert can_reconsider(later)
+    tasks = questions(later, SIX, SIX.present, heads=True, anew=True)
+    assert {task.name for task in tasks.values()} == {MOMENTS}
+    return engine, first, add_up_again(later, [summed(tasks[k], engine.site(engine.clients[k])) for k in tasks])
+
+
+def sums_of(state: State) -> torch.Tensor:
+    return state.kept[MOMENTS].values
+
+
+@pytest.mark.parametrize("away", [(), (5,)], ids=["all answer", "one does not"])
+def test_a_second_verdict_is_by_the_model_and_the_sums_of_then(away: Sequence[int]) -> None:
+    _, first, summed_again = looked_at([*TRUSTED[:3], DOUBTED[0], TRUSTED[3], DOUBTED[1]])
+    assert verdicts(first) == {k: k in (3, 5) for k in range(6)}
+    assert not torch.equal(sums_of(first), sums_of(summed_again)) and torch.equal(
+        summed_again.kept[FIRST].values, sums_of(first)
+    )
+    asked = questions(summed_again, SIX, SIX.present, heads=True, anew=True)
+    assert all(task.name == "score" and task.weights is summed_again.model and task.arrays for task in asked.values())
+    kinds = [*TRUSTED, *DOUBTED]  # client 3 turns out to be clean, client 4 noisy
+    after = reconsider(summed_again, [reply(k, *kinds[k]) for k in range(6) if k not in away])
+    found = after.memo["detection"]
+    assert verdicts(after) == {k: k in (4, 5) for k in range(6)} and after.memo[AGAIN] == {"round": 2, "changed": True}
+    assert {k: row["round"] for k, row in found["clients"].items()} == {str(k): 0 if k in away else 2 for k in range(6)}
+    assert found["round"] == 0 and found["summed_in"] == 2 and found["reason"].endswith("(judged again)")
+    assert torch.equal(sums_of(after), sums_of(summed_again)) and not {FIRST} & (after.kept.keys() | after.memo.keys())
+    assert not can_reconsider(after)
+    late = questions(replace(after, round=4), SIX, (1,), heads=True)[1]
+    assert late.weights is summed_again.model and late.arrays and late.settings == {COUNTED: True}
+    assert json.loads(json.dumps(after.memo, allow_nan=False)) == after.memo
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [replies([*[(0.9, 0.99)] * 6]), replies([*TRUSTED[:2], *DOUBTED[:1]]), replies([*TRUSTED[:2], *DOUBTED * 2], 10)],
+    ids=["all alike", "half answer", "none that was known"],
+)
+def test_the_first_verdict_stays_where_the_second_is_none(scores: list[Reply]) -> None:
+    _, first, summed_again = looked_at([*TRUSTED, *DOUBTED])
+    known = scores[0].client == 0
+    if known:
+        after = reconsider(summed_again, scores)
+    else:
+        with pytest.warns(FedNoRoWarning, match="no client could be scored"):
+            after = reconsider(summed_again, scores)
+    assert after.memo["detection"] == first.memo["detection"] and after.memo["asked_in"] == 2
+    assert torch.equal(sums_of(after), sums_of(first)) and after.memo[MOMENTS] == first.memo[MOMENTS]
+    assert after.kept["scored"] is first.kept["scored"] and not {FIRST} & (after.kept.keys() | after.memo.keys())
+    assert after.memo.get(AGAIN) == ({"round": 2, "changed": False} if known else None)
+    assert can_reconsider(after) != known, "if nobody has answered, there may be a later one"
+
+
+def test_sums_of_a_few_do_not_take_the_place_of_the_first_ones() -> None:
+    engine, first, _ = looked_at([*TRUSTED, *DOUBTED])
+    later = replace(first, round=2)
+    tasks = questions(later, SIX, SIX.present, heads=True, anew=True)
+    with pytest.warns(FedNoRoWarning, match="only 3 clients sent sums"):
+        after = add_up_again(later, [summed(tasks[k], engine.site(engine.clients[k])) for k in (0, 1, 2)])
+    assert torch.equal(sums_of(after), sums_of(first)) and after.memo == {**first.memo, "asked_in": 2}
+    assert can_reconsider(after)
+
+
+def test_only_a_verdict_by_heads_is_looked_at_again() -> None:
+    assert not can_reconsider(start()) and not can_reconsider(summed_up())
+    assert not can_reconsider(record(start(), [reply(k, e) for k, e in enumerate([0.1, 0.2, 0.9])]))
+    alike = record(asked_for_sums(start(), lab(parts=LARGER), clients=SIX), replies([(0.9, 0.99)] * 6))
+    assert not can_reconsider(alike)

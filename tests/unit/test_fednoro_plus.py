@@ -388,6 +388,115 @@ def test_noisy_clients_alone_stay_flagged_whoever_misses_a_revision() -> None:
     assert not any(turn.state.memo["detection"]["parted"] for turn in played if turn.task == "score")
 
 
+# A second look
+
+LONG = replace(METHOD, purge=4)  # the second verdict is due after two of these rounds
+
+
+def long(noisy: Sequence[int] = (3, 4), method: Method = LONG, away: Any = None, begin: State | None = None) -> Any:
+    lab = Lab(noisy)
+    if away is not None:
+        lab.away = away
+    return lab, lab.play(method, begin or start(12))
+
+
+def second(state: State) -> dict[str, Any]:
+    return {"round": state.memo["again"]["round"], "changed": state.memo["again"]["changed"]}
+
+
+def test_in_the_middle_of_the_purge_everybody_is_judged_again() -> None:
+    lab, played = long()
+    clean, everyone = (0, 1, 2), (0, 1, 2, 3, 4)
+    assert [(name, t, who) for name, t, who, _ in lab.asked if t >= 5][:9] == [
+        ("moments", 5, everyone), ("score", 5, everyone), ("train", 5, clean), ("train", 6, clean),
+        ("moments", 7, everyone), ("score", 7, everyone), ("train", 7, clean), ("train", 8, clean),
+        ("correct", 9, (3, 4)),
+    ]  # fmt: skip
+    first, again = [turn.state.memo["detection"] for turn in played if turn.task == "score"]
+    last = played[-1].state
+    assert verdicts(last) == RIGHT and second(last) == {"round": 7, "changed": False}
+    assert again["reason"].endswith("(judged again)") and again["round"] == first["round"] == 5
+    assert {row["round"] for row in again["clients"].values()} == {7} and again["summed_in"] == 7
+    assert "first_moments" not in last.memo and "first_moments" not in last.kept
+    alone = long(method=replace(LONG, second_look=False))[1]
+    assert [turn.task for turn in alone].count("score") == 1
+    assert all(map(same, models(played), models(alone))), "a verdict that stays changes nothing"
+    assert same(last.kept[TEACHER], alone[-1].state.kept[TEACHER])
+
+
+@pytest.mark.parametrize(
+    "method", [replace(LONG, purge=3), replace(LONG, detector="shares"), replace(LONG, noisy=(3, 4))]
+)
+def test_there_is_no_second_look_in_a_short_purge_by_shares_or_where_noisy_clients_are_named(method: Method) -> None:
+    lab, played = long(method=method)
+    assert len(scored(lab)) <= 1 and "again" not in played[-1].state.memo
+
+
+def mistaken(mistakes: Sequence[int]) -> tuple[State, State]:
+    """After the first verdict: as it was, and with some verdicts turned round."""
+    right = next(turn.state for turn in long()[1] if turn.task == "score")
+    found = right.memo["detection"]
+    rows = {k: {**row, "noisy": row["noisy"] != (int(k) in mistakes)} for k, row in found["clients"].items()}
+    return right, replace(right, memo={**right.memo, "detection": {**found, "clients": rows}})
+
+
+@pytest.mark.parametrize("mistakes", [(3,), (0,)], ids=["one missed", "one too many"])
+def test_a_second_verdict_takes_the_place_of_a_mistaken_one(mistakes: Sequence[int]) -> None:
+    lab, played = long(begin=mistaken(mistakes)[1])
+    trained = {t: who for name, t, who, _ in lab.asked if name == "train"}
+    assert set(trained[5]) == {0, 1, 2} ^ set(mistakes) and trained[7] == trained[8] == (0, 1, 2)
+    last = played[-1].state
+    assert verdicts(last) == RIGHT and second(last) == {"round": 7, "changed": True}
+    assert [who for name, _, who, _ in lab.asked if name == "correct"] == [(3, 4)]
+    # What was learnt with the mistake is not taught.
+    after = {turn.state.round: turn.state for turn in played if turn.task == "train"}
+    mean = (after[8].model.values.double() + after[9].model.values.double()) / 2
+    torch.testing.assert_close(after[9].kept[TEACHER].values.double(), mean, rtol=0, atol=1e-6)
+
+
+def same_sums(one: State, other: State) -> bool:
+    return torch.equal(one.kept["moments"].values, other.kept["moments"].values)
+
+
+def test_the_first_verdict_stays_with_its_totals_where_most_miss_the_second_look() -> None:
+    _, played = long(away=lambda k, task: k > 1 and task.name == "score" and task.round == 7)
+    first, last = next(turn.state for turn in played if turn.task == "score"), played[-1].state
+    assert last.memo["detection"] == first.memo["detection"] and second(last) == {"round": 7, "changed": False}
+    assert same_sums(first, last) and last.memo["moments"] == first.memo["moments"]
+    assert same(first.kept[SCORED], last.kept[SCORED]), "who comes later is scored as the others were"
+
+
+@pytest.mark.parametrize("task", ["moments", "score"])
+def test_a_second_look_that_nobody_answers_is_tried_in_the_next_round(task: str) -> None:
+    lab, played = long(away=lambda k, asked: asked.name == task and asked.round == 7)
+    assert [t for name, t, *_ in lab.asked if name == task] == [5, 7, 8]
+    between = next(turn.state for turn in played if turn.task == "train" and turn.state.round == 8)
+    first = next(turn.state for turn in played if turn.task == "score")
+    assert same_sums(first, between) and between.memo["moments"] == first.memo["moments"]
+    assert "first_moments" not in between.kept and "again" not in between.memo
+    assert second(played[-1].state) == {"round": 8, "changed": False}
+
+
+def test_a_second_look_that_nobody_ever_answers_ends_with_the_purge() -> None:
+    lab, played = long(away=lambda k, task: task.name == "score" and task.round > 5)
+    assert [t for t, _ in scored(lab)] == [5, 7, 8]
+    assert verdicts(played[-1].state) == RIGHT and "again" not in played[-1].state.memo
+
+
+def test_a_second_look_among_few_changes_nothing() -> None:
+    """One of five has left: the others are not asked for sums, and explained shares do not take the heads' place."""
+    lab, first = Lab(noisy=(3, 4)), mistaken((0,))[1]
+
+    def there() -> list[int]:
+        return [0, 1, 2, 3, 4] if lab.asked[-1:] == [] or lab.asked[-1][1] < 6 else [0, 1, 2, 3]
+
+    played = list(play(LONG, first, lab.exchange, there, lambda _: NOTHING))
+    assert [(name, who) for name, t, who, _ in lab.asked if t == 7][:2] == [("score", (0, 1, 2, 3)), ("train", (1, 2))]
+    last = played[-1].state
+    assert second(last) == {"round": 7, "changed": False} and last.memo["detection"] == first.memo["detection"]
+    assert same_sums(first, last)
+
+
 # Clients that are not there
 
 
@@ -435,19 +544,26 @@ def test_a_round_of_the_purge_without_answers_keeps_model_and_teacher() -> None:
 # Labels stay corrected
 
 
-def test_labels_are_corrected_once_and_kept_through_a_stop_in_any_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "stops"),
+    [(METHOD, (3, 5, 6, 7, 9, 10)), (LONG, (7, 9, 10, 13))],
+    ids=["watching, summed up, judged, purged once, corrected, trained on that", "summed up and judged again"],
+)
+def test_labels_are_corrected_once_and_kept_through_a_stop_in_any_stage(
+    method: Method, stops: Sequence[int], tmp_path: Path
+) -> None:
     lab, whole = Lab(noisy=(3, 4)), list[Turn]()
-    for number, turn in enumerate(play(METHOD, start(ROUNDS), lab.exchange, range(CLIENTS), lambda _: NOTHING)):
+    for number, turn in enumerate(play(method, start(12), lab.exchange, range(CLIENTS), lambda _: NOTHING)):
         folder = RunFolder(tmp_path / str(number))
         folder.create()
         folder.save(turn.state, lab.clients)
         whole.append(turn)
     soft = {k: lab.clients[k].memory[SOFT] for k in (3, 4)}
-    for number in (3, 5, 6, 7, 9, 10):  # watching, summed up, judged, purged once, corrected, trained on that
+    for number in stops:
         again = Lab(noisy=(3, 4))
         state = RunFolder(tmp_path / str(number)).restore(again.clients)
         assert state is not None
-        rest = again.play(begin=state)
+        rest = again.play(method, state)
         assert same(rest[-1].state.model, whole[-1].state.model) and rest[-1].state.memo == whole[-1].state.memo
         assert all(torch.equal(again.clients[k].memory[SOFT], soft[k]) for k in (3, 4))
         corrections = [name for name, *_ in again.asked].count("correct")

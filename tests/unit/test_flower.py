@@ -87,6 +87,19 @@ def test_verdicts_by_the_others_heads_are_those_of_a_run_in_one_process(method: 
     assert [row["task"] for row in rows(there.folder)].count("moments") == 6
 
 
+def test_a_second_verdict_is_that_of_a_run_in_one_process(tmp_path: Path) -> None:
+    stages = ("method=fednoro-plus", "method.warmup=5", "method.purge=4", "train.rounds=10")
+    asked = ("digits", "partition.clients=6", "model.width=4", "noise.rate=0.34", "device=cpu", *stages)
+    here = experiment.run(*asked, f"out={tmp_path}", "name=here")
+    there = on_flower(MemoryGrid(app, nodes(6)), *asked, f"out={tmp_path}", "name=there")
+    assert there.detection == here.detection and here.detection is not None
+    assert here.detection["reason"].endswith("(judged again)"), "otherwise this shows nothing"
+    assert (there.folder / "model.safetensors").read_bytes() == (here.folder / "model.safetensors").read_bytes()
+    assert (there.folder / "clients.csv").read_bytes() == (here.folder / "clients.csv").read_bytes()
+    tasks = [row["task"] for row in rows(there.folder)]
+    assert tasks.count("moments") == tasks.count("score") == 12
+
+
 def test_fedcorr_keeps_its_labels_at_the_clients(tmp_path: Path) -> None:
     grid = MemoryGrid(app, nodes())
     run = on_flower(grid, *settings("fedcorr", f"out={tmp_path}", "name=run"))

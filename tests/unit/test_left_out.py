@@ -128,10 +128,10 @@ def test_the_cut_is_the_likeliest_of_all(error: list[float]) -> None:
     costs = {}
     for below in range(2, len(x)):
         within = mixing = 0.0
-        for part in (x[:below], x[below:]):
+        for part, wider in ((x[:below], 1.0), (x[below:], 1.2)):
             mean = sum(part) / len(part)
-            within += sum((v - mean) ** 2 for v in part)
-            mixing += len(part) * math.log(len(part) / len(x))
+            within += sum(((v - mean) / wider) ** 2 for v in part)
+            mixing += len(part) * math.log(len(part) / len(x) / wider)
         costs[below] = len(x) * math.log(within / len(x) + rule.VARIANCE) - 2 * mixing
     below = min(costs, key=costs.__getitem__)
     clean, noisy = ([error[k] + 0.02 for k in part] for part in (order[:below], order[below:]))
@@ -139,7 +139,7 @@ def test_the_cut_is_the_likeliest_of_all(error: list[float]) -> None:
     twice = sum(noisy) / len(noisy) >= 2 * sum(clean) / len(clean) and shares[1] <= 0.8 * shares[0]
     mean = sum(x) / len(x)
     alone = len(x) * math.log(sum((v - mean) ** 2 for v in x) / len(x) + rule.VARIANCE)
-    twice = twice and alone - costs[below] >= 3 and sum(noisy) / len(noisy) >= 0.12
+    twice = twice and alone - costs[below] >= 1 and sum(noisy) / len(noisy) >= 0.12
     found = rule.find_cut(doubt, np.array(error), explained)
     assert (found is not None) == twice
     if found is not None:
