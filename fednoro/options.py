@@ -8,6 +8,8 @@ library users alike; types and unknown keys are checked at the edge, in `config.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import math
 import operator
 from collections.abc import Mapping
@@ -43,6 +45,20 @@ def allowed(field: dataclasses.Field[Any]) -> str:
     if has_high:
         return f"< {lt:g}" if lt is not None else f"<= {le:g}"
     return ""
+
+
+def imported(name: str, what: str) -> Any:
+    """What `module:name` in a configuration stands for; whatever goes wrong in the user's module is told as such."""
+    module, _, wanted = name.partition(":")
+    try:
+        return functools.reduce(getattr, wanted.split("."), importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        advice = ""
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            advice = f": is {error.name} in the folder that you are in, or on PYTHONPATH?"
+        raise UserError(f"{what} {name!r} cannot be imported ({error}){advice}") from error
+    except Exception as error:
+        raise UserError(f"{what} {name!r} cannot be imported ({type(error).__name__}: {error})") from error
 
 
 def _inside(value: Any, bounds: Mapping[str, float | None]) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import Any
 
 from fednoro.methods.fedavg import Method
@@ -15,6 +13,7 @@ from fednoro.methods.fednoro_plus import FedNoRoPlus
 from fednoro.methods.fedprox import FedProx
 from fednoro.methods.rhfl import RHFL
 from fednoro.methods.rofl import RoFL
+from fednoro.options import imported
 from fednoro.types import UserError
 
 METHODS: dict[str, type[Method]] = {
@@ -40,16 +39,7 @@ def find_method(name: str) -> type[Method]:
     """The class that a name stands for: a registered one, or one's own as `module:Class`."""
     if name in METHODS:
         return METHODS[name]
-    module, _, wanted = name.partition(":")
-    try:
-        kind: Any = functools.reduce(getattr, wanted.split("."), importlib.import_module(module))
-    except ModuleNotFoundError as error:
-        advice = ""
-        if error.name and f"{module}.".startswith(f"{error.name}."):
-            advice = f": is {error.name} in the folder that you are in, or on PYTHONPATH?"
-        raise UserError(f"method {name!r} cannot be imported ({error}){advice}") from error
-    except Exception as error:  # whatever a module of the user's does
-        raise UserError(f"method {name!r} cannot be imported ({type(error).__name__}: {error})") from error
+    kind = imported(name, "method")
     if not (isinstance(kind, type) and issubclass(kind, Method) and _frozen(kind)):
         raise UserError(f"method {name!r} is no method: it must be a frozen dataclass that extends fednoro's Method")
     return kind

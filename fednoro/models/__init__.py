@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from torch import nn
 from fednoro.models.networks import ResNet, SmallCNN
 from fednoro.models.packed import Packed
 from fednoro.models.pretrained import load_pretrained
-from fednoro.options import Options, option
+from fednoro.options import Options, imported, option
 from fednoro.seeds import torch_seed
 from fednoro.types import UserError
 
@@ -92,11 +91,7 @@ class Factory(Options):
         return channels
 
     def build(self, channels: int, classes: int) -> nn.Module:
-        module, _, name = self.factory.partition(":")
-        try:
-            factory = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError, TypeError) as error:  # TypeError: a relative name
-            raise UserError(f"model.factory {self.factory!r} cannot be imported: {error}") from error
+        factory = imported(self.factory, "model.factory")
         if not callable(factory):
             raise UserError(f"model.factory {self.factory!r} is a {type(factory).__name__}, not a function")
         try:

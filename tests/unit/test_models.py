@@ -389,6 +389,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    return 'a network'\n"
         "number = 3\n"
     )
+    (tmp_path / "my_broken_factories.py").write_text("def f(channels, classes)\n    return None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -412,12 +413,13 @@ def test_a_factory_is_called_with_channels_classes_and_its_options() -> None:
         "",
         "..up:f",
         "my factories:f",
+        "my_broken_factories:f",
     ],
 )
 def test_a_factory_that_cannot_be_imported_is_named(name: str) -> None:
     with pytest.raises(UserError) as caught:
         Factory(name).build(channels=1, classes=2)
-    assert str(caught.value).startswith(f"model.factory {name!r} cannot be imported: ")
+    assert str(caught.value).startswith(f"model.factory {name!r} cannot be imported (")
 
 
 @pytest.mark.usefixtures("factories")
