@@ -10,7 +10,8 @@ longest serves all. Annotators do not depend on how many clients are noisy or ho
 seed.
 
 With --again those whom `calibrated` trusts train alone for half of FedNoRo+'s purge, and everybody is judged once more:
-`again`, the verdict that FedNoRo+ ends with unless it flags everybody.
+`again`, the verdict that FedNoRo+ ends with unless it flags everybody. Whom the rule trusted when it was measured is
+part of the evidence then.
 
 --evidence keeps what was measured, a line of JSON for each setting: what is in the file is not measured again, only
 judged. Noise other than the preset's: `noise=symmetric`, or `noise=transition noise.matrix=…`, for which --ranges say
@@ -99,6 +100,8 @@ def evidence(
     """What the clients of each federation measure, also in a line at the end of a file; only the noise may differ."""
     torch.set_num_threads(min(2, torch.get_num_threads()))
     found, opinions = [], dict[int, FloatArray]()
+    plus = resolve(settings[0].preset, [*settings[0].settings, "method=fednoro-plus"]).method if again else None
+    assert plus is None or isinstance(plus, FedNoRoPlus)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FedNoRoWarning)
         with laboratory(resolve(settings[0].preset, settings[0].settings), Watcher()) as lab:
@@ -107,7 +110,7 @@ def evidence(
                 noise = resolve(setting.preset, setting.settings).noise
                 parts = (lab.dataset, lab.config.split, lab.config.partition, noise, setting.seed)
                 federation = assemble(*parts, partial(_remembered, lab, opinions))
-                found.append({"setting": setting.key, **_watched(lab, federation, warmups, again)})
+                found.append({"setting": setting.key, **_watched(lab, federation, warmups, plus)})
                 keep(path, found[-1])
     return found
 
@@ -118,7 +121,7 @@ def _remembered(lab: Lab, opinions: dict[int, FloatArray], parts: Mapping[int, I
     return {k: opinions[k] for k in parts}
 
 
-def _watched(lab: Lab, federation: Federation, warmups: Sequence[int], again: bool) -> dict[str, Any]:
+def _watched(lab: Lab, federation: Federation, warmups: Sequence[int], plus: FedNoRoPlus | None) -> dict[str, Any]:
     method, engine, clients = Watched(), lab.engine, range(len(federation.parts))
     engine.serve(federation.clients())
     start = lab.calibrated(Packed(lab.initial, engine.device).weights())
@@ -149,17 +152,18 @@ def _watched(lab: Lab, federation: Federation, warmups: Sequence[int], again: bo
         "explained": rounds,
         "losses": losses,
     }
-    return found | ({AGAIN: {str(t): _purged(lab, found, judged[t]) for t in warmups}} if again else {})
+    if plus is None:
+        return found
+    return {**found, AGAIN: {str(t): _purged(lab, plus, found, judged[t]) for t in warmups}}
 
 
-def _purged(lab: Lab, found: Mapping[str, Any], state: State) -> dict[str, Any]:
-    """What clients say about the model that trusted ones have trained alone; nothing where no heads part them."""
-    first = calibrated.judge(_rows(found, state.round))
-    if first.scale is None:
+def _purged(lab: Lab, plus: FedNoRoPlus, found: Mapping[str, Any], state: State) -> dict[str, Any]:
+    """What clients say about the model that trusted ones have trained alone; nothing where there is no second look."""
+    first, due = calibrated.judge(_rows(found, state.round)), plus.looks_again(lab.config.train.rounds, state.round)
+    if first.scale is None or not due:
         return {}
     method, clean = Watched(), [k for k, noisy in enumerate(first.noisy) if not noisy]
-    rounds = lab.config.train.rounds
-    for number in range(state.round, state.round + (FedNoRoPlus().purged(rounds, state.round) - state.round) // 2):
+    for number in range(state.round, due.start):
         tasks = {k: Task("train", number, state.model) for k in clean}
         replies = [_answered(item) for item in lab.engine.exchange(method, tasks)]
         state = method.fold(state, Replies("train", tuple(tasks), replies))

@@ -99,8 +99,11 @@ def _totals_there(state: State, first: bool) -> bool:
     return bool(known.get("clients")) and known["round"] == of
 
 
-def add_up(state: State, replies: Iterable[Reply]) -> State:
-    """Keeps the totals of the clients' sums, and who has a part in them; those of the commonest width count."""
+def add_up(state: State, replies: Iterable[Reply], otherwise: str = "explained shares decide alone") -> State:
+    """Keeps the totals of the clients' sums, and who has a part in them; those of the commonest width count.
+
+    Where there are too few, it is said what happens `otherwise`.
+    """
     totals: dict[int, tuple[FloatArray, list[int]]] = {}
     for reply in replies:
         if not {PRODUCTS, SUMS} <= reply.arrays.keys():
@@ -126,7 +129,7 @@ def add_up(state: State, replies: Iterable[Reply]) -> State:
     if best is not None and len(parts) > FEW:
         kept[MOMENTS] = Weights(torch.from_numpy(best[0]), torch.zeros(0, dtype=torch.int64))
     elif parts:
-        message = f"only {len(parts)} clients sent sums that heads could be learnt from: explained shares decide alone"
+        message = f"only {len(parts)} clients sent sums that heads could be learnt from: {otherwise}"
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
         parts = []
     memo = {**state.memo, MOMENTS: {"round": state.round, "clients": parts}}
@@ -135,7 +138,7 @@ def add_up(state: State, replies: Iterable[Reply]) -> State:
 
 def add_up_again(state: State, replies: Iterable[Reply]) -> State:
     """The same for a second verdict; the first one's totals are kept until it is known which of the two counts."""
-    after = add_up(state, replies)
+    after = add_up(state, replies, otherwise="the verdict stays as it is")
     if not after.memo[MOMENTS]["clients"]:  # perhaps in a later round
         return replace(state, memo={**state.memo, "asked_in": state.round}, stage="detection", notes={})
     kept, memo = {**after.kept, FIRST: state.kept[MOMENTS]}, {**after.memo, FIRST: state.memo[MOMENTS]}
@@ -251,24 +254,28 @@ def reconsider(state: State, scores: Sequence[Reply]) -> State:
     found = after.memo["detection"]
     answered = found["clients"].keys() & first["clients"].keys() if found is not first else set()
     if "pairs" in found and 2 * len(answered) > len(first["clients"]):
-        reason = f"{found['reason']} (judged again)"
-        found = {
-            **found,
-            "reason": reason,
-            "round": first["round"],
-            "clients": {**first["clients"], **found["clients"]},
-        }
-        memo, kept = {**after.memo, "detection": found}, dict(after.kept)
+        memo, kept = {**after.memo, "detection": _in_place_of(first, found)}, dict(after.kept)
     else:
         memo, kept = {**state.memo, "asked_in": state.round}, dict(state.kept)
-        if FIRST in memo:  # there are no others if so few are left that nobody was asked for sums
-            memo[MOMENTS], kept[MOMENTS] = memo[FIRST], kept[FIRST]
-    for place in (memo, kept):
-        place.pop(FIRST, None)
+        memo[MOMENTS], kept[MOMENTS] = memo[FIRST], kept[FIRST]
+    del memo[FIRST], kept[FIRST]
     if answered:
-        changed = verdicts(replace(state, memo=memo)) != verdicts(state)
+        now = verdicts(replace(state, memo=memo))
+        changed = any(now[k] != noisy for k, noisy in verdicts(state).items())
         memo[AGAIN] = {"round": state.round, "changed": changed}
     return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+
+
+def _in_place_of(first: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """A second verdict, with those of the first who have not answered: their doubts are not on the scale of its cut."""
+    earlier = {
+        k: {key: value for key, value in row.items() if key not in ("error", "doubt")}
+        for k, row in first["clients"].items()
+        if k not in found["clients"]
+    }
+    more = f"; {len(earlier)} did not answer and stay as they were" if earlier else ""
+    reason, clients = f"{found['reason']} (judged again{more})", {**earlier, **found["clients"]}
+    return {**found, "reason": reason, "round": first["round"], "clients": clients}
 
 
 def _evidence(reply: Reply, classes: int, heads: bool) -> dict[str, Any] | None:

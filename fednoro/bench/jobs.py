@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import yaml
 from safetensors import safe_open
 from safetensors.torch import save
 
@@ -102,6 +103,11 @@ class Train(Job):
         if not stored.exists():
             return
         there, asked = flat(resolve(stored)), flat(anchored(self.config))
+        written = yaml.safe_load(stored.read_text(encoding="utf-8"))["method"]
+        options = dict.fromkeys(key.split(".")[1] for key in asked if key.startswith("method."))
+        if newer := [name for name in options if name not in written]:
+            message = f"{self.path} was made by an earlier version, which had no method.{newer[0]}: use another --out"
+            raise UserError(message)
         for key in (key for key in {**asked, **there} if key not in PLACE_ONLY):
             if there.get(key) != asked.get(key):
                 raise UserError(

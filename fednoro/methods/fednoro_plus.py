@@ -50,6 +50,7 @@ from torch import Tensor
 from fednoro.aggregate import average
 from fednoro.calibrated import (
     AGAIN,
+    FIRST,
     MOMENTS,
     add_up,
     add_up_again,
@@ -63,7 +64,7 @@ from fednoro.calibrated import (
     summed,
     suspects,
 )
-from fednoro.explained import WATCH, WATCHED, watch, watching
+from fednoro.explained import FEW, WATCH, WATCHED, watch, watching
 from fednoro.losses import distill, held, log_prior, logit_adjusted_ce
 from fednoro.methods.fedavg import Method
 from fednoro.methods.fednoro import by_distance
@@ -120,6 +121,17 @@ class FedNoRoPlus(Method):
         """The round after which noisy clients come back; they do not where that is beyond the run."""
         return judged + (max(1, round(4 / 9 * (rounds - judged))) if self.purge is None else self.purge)
 
+    def looks_again(self, rounds: int, judged: int) -> range:
+        """After which rounds a second verdict may be found: in the middle of the purge, or a round later if that fails.
+
+        The purge has two rounds at least before it, and two after it.
+        """
+        end = min(self.purged(rounds, judged), rounds)
+        middle = judged + (end - judged) // 2
+        if not self.second_look or self.detector != "calibrated" or middle < judged + 2:
+            return range(0)
+        return range(middle, min(middle + 2, end - 1))
+
     # Server
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
@@ -128,9 +140,12 @@ class FedNoRoPlus(Method):
             return {k: Task("train", state.round, state.model, settings) for k in clients.drawn}
         may_change, heads = self._may_change(state), self.detector == "calibrated"
         due = may_change and state.round - judged_in(state, self.warmup) >= self.revise
-        due = due or self._looks_again(state)
         if due and state.memo.get("asked_in") != state.round:  # where nobody answers, in a later round
             return questions(state, clients, clients.present, heads, anew=True)
+        if self._looks_again(state) and state.memo.get("asked_in") != state.round:
+            known = [k for k in clients.present if k in verdicts(state)]  # others are judged by what comes of it
+            if len(known) > FEW:
+                return questions(state, clients, known, heads, anew=True)
         if self.noisy is None and (unknown := unscored(state, clients)):
             return questions(state, clients, unknown, heads)
         if may_change:
@@ -164,12 +179,10 @@ class FedNoRoPlus(Method):
         return 2 * max(state.round, judged_in(state, self.warmup) + self.revise) <= state.rounds
 
     def _looks_again(self, state: State) -> bool:
-        """Whether half of the purge, two rounds at least, is over and the second verdict is still to come."""
-        if self.noisy is not None or not self.second_look or not self._purging(state) or not can_reconsider(state):
+        """Whether the second verdict is due and still to come."""
+        if self.noisy is not None or not self._purging(state) or not can_reconsider(state):
             return False
-        judged = judged_in(state, self.warmup)
-        half = (self.purged(state.rounds, judged) - judged) // 2
-        return half > 1 and state.round >= judged + half
+        return state.round in self.looks_again(state.rounds, judged_in(state, self.warmup))
 
     def _suspects(self, state: State, clients: Collection[int]) -> set[int]:
         return suspects(state, clients) if self.noisy is None else {k for k in clients if k in self.noisy}
@@ -182,7 +195,7 @@ class FedNoRoPlus(Method):
         if replies.task == MOMENTS:
             return (add_up_again if self._looks_again(state) else add_up)(state, replies)
         if replies.task == "score":
-            return reconsider(state, list(replies)) if self._looks_again(state) else self._judged(state, replies)
+            return reconsider(state, list(replies)) if FIRST in state.memo else self._judged(state, replies)
         if replies.task == "correct":
             done = {**state.memo.get(CORRECTED, {}), **{str(reply.client): state.round for reply in replies}}
             memo = {**state.memo, CORRECTED: done, "corrected_in": state.round}

@@ -108,6 +108,21 @@ def test_a_finished_run_of_another_configuration_is_an_error_that_names_the_key(
         closure(other.jobs())
 
 
+def test_a_run_of_a_version_without_one_of_the_options_is_an_error(made: Path, tmp_path: Path) -> None:
+    """Its default may be something new."""
+    grid = Comparison(order(made), (HARD,), ("fedla", "fednoro"), name="table4")
+    job = next(job for (row, _, _), job in grid.runs().items() if row == "fednoro")
+    job.check()
+    copy = replace(job, path=tmp_path / "copy")
+    shutil.copytree(job.path, copy.path)
+    stored = copy.path / "config.yaml"
+    stored.write_text("".join(line for line in stored.read_text().splitlines(True) if "  adjust:" not in line))
+    with pytest.raises(
+        UserError, match=r"copy was made by an earlier version, which had no method\.adjust: use another"
+    ):
+        copy.check()
+
+
 def test_a_federation_is_keyed_by_all_it_depends_on_and_by_nothing_else(tmp_path: Path) -> None:
     def name(*overrides: str, row: str = "fedla", setting: Setting = HARD, seed: int = 0) -> str:
         return federate(order(tmp_path, *overrides).config(row, setting, seed), tmp_path).name

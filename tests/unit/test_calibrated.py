@@ -467,7 +467,10 @@ def test_a_second_verdict_is_by_the_model_and_the_sums_of_then(away: Sequence[in
     found = after.memo["detection"]
     assert verdicts(after) == {k: k in (4, 5) for k in range(6)} and after.memo[AGAIN] == {"round": 2, "changed": True}
     assert {k: row["round"] for k, row in found["clients"].items()} == {str(k): 0 if k in away else 2 for k in range(6)}
-    assert found["round"] == 0 and found["summed_in"] == 2 and found["reason"].endswith("(judged again)")
+    assert found["round"] == 0 and found["summed_in"] == 2
+    more = "; 1 did not answer and stay as they were" if away else ""
+    assert found["reason"].endswith(f"(judged again{more})")
+    assert {k for k, row in found["clients"].items() if "doubt" not in row} == {str(k) for k in away}, "another scale"
     assert torch.equal(sums_of(after), sums_of(summed_again)) and not {FIRST} & (after.kept.keys() | after.memo.keys())
     assert not can_reconsider(after)
     late = questions(replace(after, round=4), SIX, (1,), heads=True)[1]
@@ -499,7 +502,7 @@ def test_sums_of_a_few_do_not_take_the_place_of_the_first_ones() -> None:
     engine, first, _ = looked_at([*TRUSTED, *DOUBTED])
     later = replace(first, round=2)
     tasks = questions(later, SIX, SIX.present, heads=True, anew=True)
-    with pytest.warns(FedNoRoWarning, match="only 3 clients sent sums"):
+    with pytest.warns(FedNoRoWarning, match="only 3 clients sent sums .*: the verdict stays as it is"):
         after = add_up_again(later, [summed(tasks[k], engine.site(engine.clients[k])) for k in (0, 1, 2)])
     assert torch.equal(sums_of(after), sums_of(first)) and after.memo == {**first.memo, "asked_in": 2}
     assert can_reconsider(after)

@@ -466,35 +466,88 @@ def test_the_first_verdict_stays_with_its_totals_where_most_miss_the_second_look
     assert same(first.kept[SCORED], last.kept[SCORED]), "who comes later is scored as the others were"
 
 
+LONGER = replace(METHOD, purge=6)  # the second verdict is due after three of these rounds, or a round later
+
+
 @pytest.mark.parametrize("task", ["moments", "score"])
 def test_a_second_look_that_nobody_answers_is_tried_in_the_next_round(task: str) -> None:
-    lab, played = long(away=lambda k, asked: asked.name == task and asked.round == 7)
-    assert [t for name, t, *_ in lab.asked if name == task] == [5, 7, 8]
-    between = next(turn.state for turn in played if turn.task == "train" and turn.state.round == 8)
+    lab, played = long(method=LONGER, away=lambda k, asked: asked.name == task and asked.round == 8)
+    assert [t for name, t, *_ in lab.asked if name == task] == [5, 8, 9]
+    between = next(turn.state for turn in played if turn.task == "train" and turn.state.round == 9)
     first = next(turn.state for turn in played if turn.task == "score")
     assert same_sums(first, between) and between.memo["moments"] == first.memo["moments"]
     assert "first_moments" not in between.kept and "again" not in between.memo
-    assert second(played[-1].state) == {"round": 8, "changed": False}
+    assert second(played[-1].state) == {"round": 9, "changed": False}
 
 
-def test_a_second_look_that_nobody_ever_answers_ends_with_the_purge() -> None:
-    lab, played = long(away=lambda k, task: task.name == "score" and task.round > 5)
-    assert [t for t, _ in scored(lab)] == [5, 7, 8]
+def test_a_second_look_that_nobody_ever_answers_is_given_up() -> None:
+    lab, played = long(method=LONGER, away=lambda k, task: task.name == "score" and task.round > 5)
+    assert [t for t, _ in scored(lab)] == [5, 8, 9]
     assert verdicts(played[-1].state) == RIGHT and "again" not in played[-1].state.memo
 
 
-def test_a_second_look_among_few_changes_nothing() -> None:
-    """One of five has left: the others are not asked for sums, and explained shares do not take the heads' place."""
+def test_too_few_sums_leave_the_verdict_and_are_not_asked_for_over_and_over() -> None:
+    lab, played = long(method=replace(METHOD, purge=12), away=lambda k, task: k > 2 and task.round > 5, begin=start(20))
+    assert [t for name, t, *_ in lab.asked if name == "moments"] == [5, 11, 12]
+    said = {message for turn in played for message in turn.warnings if "sums" in message}
+    assert said == {"only 3 clients sent sums that heads could be learnt from: the verdict stays as it is"}
+    first, last = next(turn.state for turn in played if turn.task == "score"), played[-1].state
+    assert last.memo["detection"] == first.memo["detection"] and same_sums(first, last)
+
+
+def test_among_few_nobody_is_judged_again_until_there_are_more() -> None:
     lab, first = Lab(noisy=(3, 4)), mistaken((0,))[1]
 
     def there() -> list[int]:
-        return [0, 1, 2, 3, 4] if lab.asked[-1:] == [] or lab.asked[-1][1] < 6 else [0, 1, 2, 3]
+        return [0, 1, 2, 3] if lab.asked[-1][1] == 7 and lab.asked[-1][0] == "train" else [0, 1, 2, 3, 4]
 
-    played = list(play(LONG, first, lab.exchange, there, lambda _: NOTHING))
-    assert [(name, who) for name, t, who, _ in lab.asked if t == 7][:2] == [("score", (0, 1, 2, 3)), ("train", (1, 2))]
+    lab.asked.append(("begin", 0, (), ()))
+    played = list(play(LONGER, first, lab.exchange, there, lambda _: NOTHING))
+    assert [(name, t) for name, t, *_ in lab.asked if t in (8, 9)][:4] == [
+        ("train", 8), ("moments", 9), ("score", 9), ("train", 9)
+    ]  # fmt: skip
+    assert verdicts(played[-1].state) == RIGHT and second(played[-1].state) == {"round": 9, "changed": True}
+
+
+def test_who_joins_at_the_second_look_is_judged_by_it_a_round_later() -> None:
+    """A verdict about somebody new is no other verdict about those who were there."""
+    lab = Lab(noisy=(3, 4))
+    lab.clients[5] = replace(lab.clients[0], id=5, memory={})
+
+    def there() -> list[int]:
+        return [0, 1, 2, 3, 4] if not lab.asked or lab.asked[-1][1] < 6 else [0, 1, 2, 3, 4, 5]
+
+    played = list(play(LONG, start(12), lab.exchange, there, lambda _: NOTHING))
+    assert scored(lab) == [(5, (0, 1, 2, 3, 4)), (7, (0, 1, 2, 3, 4)), (8, (5,))]
     last = played[-1].state
-    assert second(last) == {"round": 7, "changed": False} and last.memo["detection"] == first.memo["detection"]
-    assert same_sums(first, last)
+    assert verdicts(last) == {**RIGHT, 5: False} and second(last) == {"round": 7, "changed": False}
+    assert last.memo["detection"]["summed_in"] == 7 and last.memo["detection"]["clients"]["5"]["round"] == 8
+
+
+def test_a_second_look_asks_everybody_though_half_are_drawn() -> None:
+    lab = Lab(noisy=(3, 4))
+    played = lab.play(LONG, mistaken((3,))[1], participation=0.6)
+    assert scored(lab)[0] == (7, (0, 1, 2, 3, 4)) and verdicts(played[-1].state) == RIGHT
+    assert all(set(who) <= {0, 1, 2} for name, t, who, _ in lab.asked if name == "train" and t in (7, 8))
+
+
+@pytest.mark.parametrize(
+    ("purge", "rounds", "when"),
+    [
+        (3, 40, []),
+        (4, 40, [7]),
+        (5, 40, [7, 8]),
+        (6, 40, [8, 9]),
+        (20, 40, [15, 16]),
+        (50, 16, [10, 11]),
+        (None, 14, [7]),
+    ],
+)
+def test_the_second_look_has_two_rounds_of_the_purge_before_and_after(
+    purge: int | None, rounds: int, when: list[int]
+) -> None:
+    assert list(replace(METHOD, purge=purge).looks_again(rounds, 5)) == when
+    assert not replace(METHOD, purge=purge, second_look=False).looks_again(rounds, 5)
 
 
 # Clients that are not there

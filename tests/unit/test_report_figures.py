@@ -129,8 +129,10 @@ def test_the_curve_of_doubts_parts_the_verdicts(tmp_path: Path) -> None:
         assert (found > cut) == row["noisy"]
         rows[k] = {"noisy": row["noisy"], "posterior": 0.5, "explained": explained, "error": error, "doubt": found}
     silent = {"noisy": False, "posterior": 0.5, "explained": 1.0, "error": None, "doubt": None}
+    flagged = [k for k, row in rows.items() if row["noisy"]]
+    earlier = {flagged[-1]: {"noisy": True, "posterior": 1.0, "explained": 0.3}}  # by a cut on another scale
     (path / "detection.json").write_text(
-        json.dumps({"reason": "so", "cut": cut, "clients": {**rows, next(iter(rows)): silent}})
+        json.dumps({"reason": "so", "cut": cut, "clients": {**rows, next(iter(rows)): silent, **earlier}})
     )
     figure = made(path)["doubt"]
     assert doubts.FLOOR == left_out.FLOOR
@@ -138,10 +140,12 @@ def test_the_curve_of_doubts_parts_the_verdicts(tmp_path: Path) -> None:
         assert float(left_out.doubts(np.array(error), np.array(share))) == pytest.approx(cut)
     for width in (WIDE, 320):
         tips = {mark.tip for mark in figure.draw(width).marks if "explained, error" in mark.tip}
-        assert len(tips) == len(rows) - 1
+        assert len(tips) == len(rows) - 2
         assert [mark for mark in figure.draw(width).marks if mark.kind == "text" and mark.size == 10], "some have names"
     assert [row[4] for row in figure.table.rows] == ["noisy" if row["noisy"] else "clean" for row in rows.values()]
-    assert "1 client is missing here" in figure.caption and figure.table.rows[0][2] == "–"
+    assert "2 clients are missing here" in figure.caption and figure.table.rows[0][2] == "–"
+    shown = len(flagged) - 1
+    assert f"{shown} client{'s' * (shown != 1)} above the curve" in figure.caption
 
 
 def test_confusion_and_recall_show_the_last_round(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def doubt(run: Recorded, found: Judged | None) -> Figure | None:
         scene.legend(box.left, box.bottom + 58, [*entries, *([] if cut is None else [("mark", "cut", "")])])
         return scene
 
-    flagged, silent = int(found.noisy.sum()), int((~shown).sum())
+    flagged, silent = int((found.noisy & shown).sum()), int((~shown).sum())
     caption = (
         "To the right: how much of a client’s labels the common model and its own explain. Upwards: how badly heads "
         "that are learnt from all other clients part its labels, 0 where they follow the images, 1 where they do not. "
@@ -61,7 +61,8 @@ def doubt(run: Recorded, found: Judged | None) -> Figure | None:
     if cut is not None:
         caption += f"{counted(flagged, 'client')} above the curve {'looks' if flagged == 1 else 'look'} noisy. "
     if silent:
-        caption += f"{counted(silent, 'client')} {is_are(silent)} missing here: one class alone tells nothing. "
+        why = "one class alone tells nothing, and who was judged before the others is not on this scale"
+        caption += f"{counted(silent, 'client')} {is_are(silent)} missing here: {why}. "
     rows = tuple(
         (name, *(number(v[k]) for v in (shares, error, found.doubt)), "noisy" if found.noisy[k] else "clean")
         for k, name in enumerate(names)
