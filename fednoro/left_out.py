@@ -50,7 +50,7 @@ VARIANCE = 2.5e-4  # of logarithms, that no group is below
 SOMETHING = 0.28  # what trusted clients explain at least on average
 LESS = 0.8  # what noisy ones explain at most, in that
 WIDER = 1.2  # the deviation of noisy clients' logarithms, in that of clean ones'
-LIKELIER = 1.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
+LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
 FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where the warm-up was too short to explain anything
 
 

@@ -139,7 +139,7 @@ def test_the_cut_is_the_likeliest_of_all(error: list[float]) -> None:
     twice = sum(noisy) / len(noisy) >= 2 * sum(clean) / len(clean) and shares[1] <= 0.8 * shares[0]
     mean = sum(x) / len(x)
     alone = len(x) * math.log(sum((v - mean) ** 2 for v in x) / len(x) + rule.VARIANCE)
-    twice = twice and alone - costs[below] >= 1 and sum(noisy) / len(noisy) >= 0.12
+    twice = twice and alone - costs[below] >= 3 and sum(noisy) / len(noisy) >= 0.12
     found = rule.find_cut(doubt, np.array(error), explained)
     assert (found is not None) == twice
     if found is not None:
