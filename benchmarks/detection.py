@@ -21,6 +21,7 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,7 @@ from fednoro.types import Clients, FedNoRoWarning, FloatArray, IntArray, Replies
 
 DETECTORS = ("paper", "reference", "shares", "calibrated")
 AGAIN = "again"
+SURE = (0.5, 0.9, 0.99, 0.999, 1.1)  # where tables of probabilities are cut
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,24 @@ def table(
     return markdown(header, rows)
 
 
+def sureness(known: Mapping[str, Mapping[str, Any]], settings: Sequence[Setting], warmups: Sequence[int]) -> str:
+    """Where doubts part the clients: how sure `calibrated` is of its verdicts, and how many of these are wrong."""
+    found: list[tuple[float, bool]] = []
+    for setting in settings:
+        for warmup in warmups:
+            judged = calibrated.judge(_rows(known[setting.key], warmup))
+            if judged.doubt is not None:
+                sure = np.maximum(judged.posterior, 1 - judged.posterior)
+                found += zip(sure.tolist(), np.array(judged.noisy) != known[setting.key]["noisy"], strict=True)
+    rows = []
+    for low, high in itertools.pairwise(SURE):
+        wrong = [(1 - sure, bool(flag)) for sure, flag in found if low <= sure < high]
+        if wrong:
+            said, true = (f"{sum(part) / len(wrong):.2%}" for part in zip(*wrong, strict=True))
+            rows.append([f"{low:g} to {min(high, 1):g}", str(len(wrong)), said, true])
+    return markdown(["P of the verdict", "verdicts", "wrong, by that", "wrong"], rows) if rows else ""
+
+
 def _mean(values: Sequence[float]) -> str:
     known = [value for value in values if value == value]  # no noisy client: recall is not defined
     return f"{statistics.mean(known):.2f}" if known else "–"
@@ -308,6 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         known |= {row["setting"]: row for row in rows}
     print(f"{' '.join([options.preset, *overrides])}, seeds {', '.join(map(str, options.seeds))}\n")
     print(table(known, settings, warmups, (*DETECTORS, AGAIN) if options.again else DETECTORS))
+    if sure := sureness(known, settings, warmups):
+        print(f"\nWhere doubts part the clients, by how sure `calibrated` is of a verdict:\n\n{sure}")
     print(f"\n{describe(choose_device(asked.device))}")
 
 

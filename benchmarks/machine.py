@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import platform
+import re
 import resource
 import statistics
 import sys
@@ -25,7 +26,7 @@ Result = TypeVar("Result")
 def overrides_in(arguments: Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
     """The command line without its `key=value`, and those: an option that takes several values would swallow them."""
     given = sys.argv[1:] if arguments is None else arguments
-    overrides = [word for word in given if "=" in word and not word.startswith("-")]
+    overrides = [word for word in given if re.match(r"\w[\w.-]*=", word)]  # not a path that has one in it
     return [word for word in given if word not in overrides], tuple(overrides)
 
 

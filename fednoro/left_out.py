@@ -51,6 +51,7 @@ SOMETHING = 0.28  # what trusted clients explain at least on average
 LESS = 0.8  # what noisy ones explain at most, in that
 WIDER = 1.2  # the deviation of noisy clients' logarithms, in that of clean ones'
 LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
+SURE = 0.35  # of the posterior's steepness: a client is far from its group more often than Gaussians are
 FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where the warm-up was too short to explain anything
 
 
@@ -166,7 +167,7 @@ def find_cut(doubt: FloatArray, error: FloatArray, explained: FloatArray) -> tup
     if likelier < LIKELIER or worse < TWICE or error[noisy].mean() < LEAST or less > LESS * trust or not clear:
         return None
     cut = math.exp(float(x[trusted - 1 : trusted + 1].mean()))
-    return cut, float(x[trusted:].mean() - x[:trusted].mean()) / within
+    return cut, SURE * float(x[trusted:].mean() - x[:trusted].mean()) / within
 
 
 def likeliest(x: FloatArray, cuts: Iterable[int], floor: float, wider: float = 1.0) -> tuple[int, float, float] | None:

@@ -274,8 +274,9 @@ def test_detection_judges_again_as_a_run_of_fednoro_plus_does(
     benchmark("detection").main([*asked, *short])
     benchmark("detection").main([*asked, "--again", *short])  # what was not asked before is measured now
     torch.set_num_threads(threads)
-    found = lines(capsys.readouterr().out)
-    assert [row[3] for row in found[-5:]] == ["paper", "reference", "shares", "calibrated", "again"]
+    told, _, sure = capsys.readouterr().out.rpartition("by how sure")
+    assert [row[3] for row in lines(told)[-5:]] == ["paper", "reference", "shares", "calibrated", "again"]
+    assert sum(int(row[1]) for row in lines(sure)) == 6 and all(row[3].endswith("%") for row in lines(sure))
     without, measured = [json.loads(line) for line in kept.read_text().splitlines()]
     settings = ["noise.rate=0.34", "noise.low=0.5", "noise.high=0.7", "seed=0", *short]
     run = fednoro.run("digits", "method=fednoro-plus", *settings, f"out={tmp_path}")

@@ -144,7 +144,9 @@ def test_the_cut_is_the_likeliest_of_all(error: list[float]) -> None:
     assert (found is not None) == twice
     if found is not None:
         assert math.log(found[0]) == pytest.approx((x[below - 1] + x[below]) / 2)
-        assert found[1] > 0
+        means, spread = [np.mean(x[:below]), np.mean(x[below:])], np.var(x[:below]) * below
+        spread = (spread + np.var(x[below:]) * (len(x) - below) / 1.2**2) / len(x) + rule.VARIANCE
+        assert found[1] == pytest.approx(0.35 * (means[1] - means[0]) / spread)
 
 
 def test_a_long_tail_is_not_a_group() -> None:
