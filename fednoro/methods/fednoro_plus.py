@@ -143,7 +143,8 @@ class FedNoRoPlus(Method):
         if due and state.memo.get("asked_in") != state.round:  # where nobody answers, in a later round
             return questions(state, clients, clients.present, heads, anew=True)
         if self._looks_again(state) and state.memo.get("asked_in") != state.round:
-            known = [k for k in clients.present if k in verdicts(state)]  # others are judged by what comes of it
+            judged = verdicts(state)
+            known = [k for k in clients.present if k in judged]  # others are judged by what comes of it
             if len(known) > FEW:
                 return questions(state, clients, known, heads, anew=True)
         if self.noisy is None and (unknown := unscored(state, clients)):
