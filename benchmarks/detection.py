@@ -5,7 +5,8 @@ python -m benchmarks.detection [--preset digits] [--rates 0 0.2 0.4 0.6 0.8 1] [
 
 Each setting is one warm-up by FedLA, which all rules share: at its end the clients' class losses go to the paper's
 detector and to the published code's, and what they have measured in its last rounds to the others: `shares` goes by
-that alone, `calibrated` by heads that are learnt from the other clients too. With several --warmups one run of the
+that alone, `calibrated` by heads that are learnt from the other clients too, `sketched` by heads on 64 numbers of each
+image. With several --warmups one run of the
 longest serves all. Annotators do not depend on how many clients are noisy or how much, and are trained once for each
 seed.
 
@@ -41,14 +42,15 @@ from fednoro.engine import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory
 from fednoro.explained import SENT, WATCH, WATCHED, left_over, measure
 from fednoro.federation import Federation, assemble
-from fednoro.left_out import pairs_of
+from fednoro.left_out import PURGED_WIDER, pairs_of
 from fednoro.losses import log_prior, per_class_losses
 from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.metrics import detection
 from fednoro.models import Packed
 from fednoro.types import Clients, FedNoRoWarning, FloatArray, IntArray, Replies, Reply, Site, State, Task
 
-DETECTORS = ("paper", "reference", "shares", "calibrated")
+DETECTORS = ("paper", "reference", "shares", "sketched", "calibrated")
+HEADS = {"sketched": "sketched", "calibrated": "areas"}  # where the evidence has what the others' heads part
 AGAIN = "again"
 SURE = (0.5, 0.9, 0.99, 0.999, 1.1)  # where tables of probabilities are cut
 
@@ -145,7 +147,8 @@ def _watched(lab: Lab, federation: Federation, warmups: Sequence[int], plus: Fed
                 name: [row[name].tolist() for row in scored]  # type: ignore[union-attr]
                 for name in ("paper", "reference", "counts", "received")
             }
-            losses[str(number + 1)]["areas"] = _areas(lab, state)
+            for detector, place in HEADS.items():
+                losses[str(number + 1)][place] = _areas(lab, state, detector)
             judged[number + 1] = state
     assert federation.noisy is not None, "artificial noise is known"
     found = {
@@ -171,18 +174,19 @@ def _purged(lab: Lab, plus: FedNoRoPlus, found: Mapping[str, Any], state: State)
         state = method.fold(state, Replies("train", tuple(tasks), replies))
     tasks = {k: Task("score", state.round, state.model) for k in range(len(first.noisy))}
     received = [_answered(reply).metrics["received"].tolist() for reply in lab.engine.exchange(method, tasks)]  # type: ignore[union-attr]
-    return {"received": received, "areas": _areas(lab, state)}
+    return {"received": received, "areas": _areas(lab, state, "calibrated")}
 
 
-def _areas(lab: Lab, state: State) -> list[list[float | None]]:
+def _areas(lab: Lab, state: State, detector: str) -> list[list[float | None]]:
     """What the others' heads part of each client's labels."""
+    width = calibrated.WIDTHS[detector]
     method, everyone = Watched(), tuple(sorted(lab.engine.clients))
     clients = Clients(everyone, everyone)
-    asked = calibrated.questions(state, clients, everyone, heads=True)
+    asked = calibrated.questions(state, clients, everyone, width)
     if asked[everyone[0]].name != calibrated.MOMENTS:  # so few that explained shares decide alone
         return [[] for _ in everyone]
     after = calibrated.add_up(state, [_answered(item) for item in lab.engine.exchange(method, asked)])
-    asked = calibrated.questions(after, clients, everyone, heads=True)
+    asked = calibrated.questions(after, clients, everyone, width)
     if not asked[everyone[0]].arrays:  # the network has no features
         return [[] for _ in everyone]
     replies = [_answered(item).arrays for item in lab.engine.exchange(method, asked)]
@@ -200,9 +204,9 @@ def _answered(item: Any) -> Reply:
 
 def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> list[bool]:
     """Whom a rule flags after a warm-up of so many rounds."""
-    if detector in ("shares", "calibrated", AGAIN):
-        rows = _rows(found, warmup)
-        if detector == "calibrated":
+    if detector in ("shares", AGAIN, *HEADS):
+        rows = _rows(found, warmup, HEADS.get(detector, "areas"))
+        if detector in HEADS:
             return list(calibrated.judge(rows).noisy)
         if detector == AGAIN:
             return _again(rows, found[AGAIN][str(warmup)])
@@ -224,11 +228,11 @@ def _again(rows: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> list[b
         {**row, received: min(row[received], left[0]), calibrated.AREAS: parted}
         for row, left, parted in zip(rows, said["received"], said["areas"], strict=True)
     ]
-    second = calibrated.judge(later)
+    second = calibrated.judge(later, wider=PURGED_WIDER)
     return list((first if second.scale is None else second).noisy)
 
 
-def _rows(found: Mapping[str, Any], warmup: int) -> list[dict[str, Any]]:
+def _rows(found: Mapping[str, Any], warmup: int, heads: str = "areas") -> list[dict[str, Any]]:
     """What each client has sent for the calibrated rules."""
     rounds = [found["explained"][str(number)] for number in range(max(0, warmup - WATCHED), warmup)]
     left, scored = np.min(rounds, axis=0), found["losses"][str(warmup)]
@@ -236,7 +240,7 @@ def _rows(found: Mapping[str, Any], warmup: int) -> list[dict[str, Any]]:
         dict(zip(SENT, (min(first, received[0]), own), strict=True))
         | ({calibrated.AREAS: parted, calibrated.COUNTS: counts} if parted else {})
         for (first, own), received, parted, counts in zip(
-            left, scored["received"], scored["areas"], scored["counts"], strict=True
+            left, scored["received"], scored[heads], scored["counts"], strict=True
         )
     ]
 
@@ -320,7 +324,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed in options.seeds
     ]
     # A setting may be there twice, with warm-ups of different lengths, or without what a newer rule asks for.
-    usable = [row for row in kept(options.evidence) if all("areas" in row["losses"].get(str(t), ()) for t in warmups)]
+    usable = [
+        row
+        for row in kept(options.evidence)
+        if all(place in row["losses"].get(str(t), ()) for t in warmups for place in HEADS.values())
+    ]
     known = {row["setting"]: row for row in usable if AGAIN in row or not options.again}
     groups = [[s for s in settings if s.seed == seed and s.key not in known] for seed in options.seeds]
     work = partial(evidence, warmups=warmups, again=options.again, path=options.evidence)

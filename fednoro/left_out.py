@@ -1,8 +1,8 @@
 """What the other clients would say about a client's images: a scale for label noise that its own labels do not bend.
 
 A model that a client has trained knows some of that client's wrong labels. A linear head on the common features that is
-learnt from all the others does not, and costs two sums in place of training. With features X_k (N_k×d, and a column of
-ones) of the global model and labels Y_k (N_k×C, one-hot),
+learnt from all the others does not, and costs two sums in place of training. With features X_k of the global model
+(N_k×d, and a column of ones) or fewer sums of them with random signs, and labels Y_k (N_k×C, one-hot),
 
     A = Σ_k X_kᵀX_k,   B = Σ_k X_kᵀY_k,   W_k = (A − X_kᵀX_k + λD)⁻¹ (B − X_kᵀY_k)
 
@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednoro.seeds import generator
 from fednoro.types import FloatArray, IntArray
 
 # Chosen on HAM10000 and digits, and not sensitive: benchmarks/detection.py.
@@ -50,12 +51,26 @@ VARIANCE = 2.5e-4  # of logarithms, that no group is below
 SOMETHING = 0.28  # what trusted clients explain at least on average
 LESS = 0.8  # what noisy ones explain at most, in that
 WIDER = 1.2  # the deviation of noisy clients' logarithms, in that of clean ones'
+PURGED_WIDER = 1.0  # the same once the model has seen some clean clients alone: these are near 0, where logarithms part
 LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
 SURE = 0.35  # of the posterior's steepness: a client is far from its group more often than Gaussians are
 FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where the warm-up was too short to explain anything
 
 
 # Client
+
+
+def narrowed(features: Tensor, width: int) -> Tensor:
+    """N×d features as they are, or N×width where there are more: sums of all of them with signs, the same everywhere.
+
+    A site with fewer images than features gives these away in XᵀX but for a rotation, and a narrow sketch does not.
+    """
+    d = features.shape[1]
+    if d <= width:
+        return features
+    drawn = generator(0, "signs", d).random((d, width)) < 0.5
+    signs = torch.from_numpy(np.where(drawn, -1.0, 1.0) / math.sqrt(d))
+    return features.double() @ signs.to(features.device)
 
 
 def moments(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -149,14 +164,16 @@ def doubts(error: FloatArray, explained: FloatArray) -> FloatArray:
     return np.asarray(np.sqrt((error + FLOOR) * (1 - explained + FLOOR)))
 
 
-def find_cut(doubt: FloatArray, error: FloatArray, explained: FloatArray) -> tuple[float, float] | None:
+def find_cut(
+    doubt: FloatArray, error: FloatArray, explained: FloatArray, wider: float = WIDER
+) -> tuple[float, float] | None:
     """Where noisy clients begin and how steep the posterior is there; None where there are no two groups.
 
-    The trusted group has two members at least.
+    The trusted group has two members at least. The noisy clients' logarithms scatter `wider` times as much.
     """
     order = np.argsort(doubt, kind="stable")
     x = np.log(doubt[order])
-    best = likeliest(x, range(2, len(x)), VARIANCE, WIDER)
+    best = likeliest(x, range(2, len(x)), VARIANCE, wider)
     if best is None:
         return None
     trusted, likelier, within = best

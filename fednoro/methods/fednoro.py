@@ -18,8 +18,9 @@ and the server weighs each model by its distance to the nearest clean one:
     d(k) = min_{j ∈ S_c} ‖w_k − w_j‖₂,   D(k) = d(k) / max_j d(j),   w_g = Σ_k N_k e^{−D(k)} w_k / Σ_j N_j e^{−D(j)}
 
 With `detector: calibrated` clients are judged by what they can explain of their labels and by what heads that are
-learnt from the others say about them instead (`fednoro.calibrated`), with `detector: shares` by the first alone
-(`fednoro.explained`). Either may flag nobody or everybody; stage 2 is the same.
+learnt from the others say about them instead (`fednoro.calibrated`), with `detector: sketched` by heads on 64 numbers
+of each image, with `detector: shares` by the first alone (`fednoro.explained`). Each may flag nobody or everybody;
+stage 2 is the same.
 
 The paper's ablation takes pieces of stage 2 away: `noisy_clients` says whether flagged clients distil, train as clean
 ones do, or are left out (unless nobody else was drawn), `aggregation` whether distances count or sizes alone.
@@ -37,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fednoro.aggregate import average, distance_weights, nearest_clean
-from fednoro.calibrated import MOMENTS, add_up, questions, record, score, summed
+from fednoro.calibrated import MOMENTS, WIDTHS, add_up, questions, record, score, summed
 from fednoro.detect import Behaviour, NoisyClientDetector
 from fednoro.explained import WATCH, watch, watching
 from fednoro.losses import distill, gaussian_ramp, log_prior, logit_adjusted_ce, per_class_losses
@@ -57,10 +58,11 @@ class FedNoRo(Method):
     ramp_end: int | None = option(None, "rounds after which that weight is reached; default: 39/90 of stage 2", ge=1)
     temperature: float = option(0.8, "temperature of the teacher", gt=0)
     behaviour: Literal["paper", "reference"] = option("paper", "as the paper says, or as its published code does")
-    detector: Literal["paper", "reference", "calibrated", "shares"] | None = option(
+    detector: Literal["paper", "reference", "calibrated", "sketched", "shares"] | None = option(
         None,
         "how clients are judged: by a mixture over class losses (paper, reference), by what they explain and what "
-        "others' heads say (calibrated), or by what they explain (shares); default: as `behaviour`",
+        "others' heads say (calibrated), the same with heads on 64 numbers of an image (sketched), or by what they "
+        "explain (shares); default: as `behaviour`",
     )
     covariance: Literal["full", "tied", "diag", "spherical"] = option("full", "shape of the mixture's components")
     adjust: Literal["student", "none", "both"] = option("student", "where log π_k enters the distillation term")
@@ -85,7 +87,7 @@ class FedNoRo(Method):
 
     @property
     def _calibrated(self) -> bool:
-        return self.detector in ("calibrated", "shares")
+        return self.detector in WIDTHS
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
         if state.round < self.warmup:
@@ -93,7 +95,7 @@ class FedNoRo(Method):
             return {k: Task("train", state.round, state.model, watched) for k in clients.drawn}
         if unknown := unscored(state, clients):
             if self._calibrated:
-                return questions(state, clients, unknown, heads=self.detector == "calibrated")
+                return questions(state, clients, unknown, WIDTHS[str(self.detector)])
             settings = {NOISE_SEED: state.seed} if self.score_epsilon is not None else {}
             return {k: Task("score", state.round, scoring_model(state), settings) for k in unknown}
         noisy, lam, chosen = verdicts(state), self.lam(state), clients.drawn

@@ -30,9 +30,10 @@ mistakes for independent of the image, is given a share (`opinion` o below 1):
 Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) + log π_k)_y with
 π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo.
 
-Each choice can be taken back: `detector` (explained shares alone), `second_look` (one verdict), `ema` 0 (the last model
-as teacher), `views` 0 (plain images), `opinion` (0: EM alone), `correct_every` (not once), `targets` (hard labels, or
-FedNoRo's distillation with both sides adjusted in place of corrected labels), `aggregation` (by size alone).
+Each choice can be taken back: `detector` (heads on a sketch of the features, or explained shares alone), `second_look`
+(one verdict), `ema` 0 (the last model as teacher), `views` 0 (plain images), `opinion` (0: EM alone), `correct_every`
+(not once), `targets` (hard labels, or FedNoRo's distillation with both sides adjusted in place of corrected labels),
+`aggregation` (by size alone).
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from fednoro.calibrated import (
     AGAIN,
     FIRST,
     MOMENTS,
+    WIDTHS,
     add_up,
     add_up_again,
     can_reconsider,
@@ -87,8 +89,10 @@ class FedNoRoPlus(Method):
 
     warmup: int = option(10, "rounds of FedLA before the clients are judged (T1)", ge=1)
     watch: int = option(WATCHED, "of these, the last ones in which clients measure what they can explain", ge=1)
-    detector: Literal["calibrated", "shares"] = option(
-        "calibrated", "how clients are judged: by what they explain and what others' heads say, or by the first alone"
+    detector: Literal["calibrated", "sketched", "shares"] = option(
+        "calibrated",
+        "how clients are judged: by what they explain and what others' heads say, the same with heads on 64 numbers of "
+        "an image (sketched), or by what they explain (shares)",
     )
     revise: int = option(5, "rounds after which everybody, if flagged, is judged again; 0: never", ge=0)
     second_look: bool = option(True, "whether everybody is judged again in the middle of the purge")
@@ -128,7 +132,7 @@ class FedNoRoPlus(Method):
         """
         end = min(self.purged(rounds, judged), rounds)
         middle = judged + (end - judged) // 2
-        if not self.second_look or self.detector != "calibrated" or middle < judged + 2:
+        if not self.second_look or not WIDTHS[self.detector] or middle < judged + 2:
             return range(0)
         return range(middle, min(middle + 2, end - 1))
 
@@ -138,17 +142,17 @@ class FedNoRoPlus(Method):
         if state.round < self.warmup:
             settings = watching(state, self.warmup, self.watch) if self.noisy is None else {}
             return {k: Task("train", state.round, state.model, settings) for k in clients.drawn}
-        may_change, heads = self._may_change(state), self.detector == "calibrated"
+        may_change, width = self._may_change(state), WIDTHS[self.detector]
         due = may_change and state.round - judged_in(state, self.warmup) >= self.revise
         if due and state.memo.get("asked_in") != state.round:  # where nobody answers, in a later round
-            return questions(state, clients, clients.present, heads, anew=True)
+            return questions(state, clients, clients.present, width, anew=True)
         if self._looks_again(state) and state.memo.get("asked_in") != state.round:
             judged = verdicts(state)
             known = [k for k in clients.present if k in judged]  # others are judged by what comes of it
             if len(known) > FEW:
-                return questions(state, clients, known, heads, anew=True)
+                return questions(state, clients, known, width, anew=True)
         if self.noisy is None and (unknown := unscored(state, clients)):
-            return questions(state, clients, unknown, heads)
+            return questions(state, clients, unknown, width)
         if may_change:
             return {k: Task("train", state.round, state.model, {WATCH: True}) for k in clients.drawn}
         noisy, chosen = self._suspects(state, clients.present), clients.drawn

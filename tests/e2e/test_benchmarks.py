@@ -233,7 +233,7 @@ def test_detection_prints_what_each_detector_found_and_judges_again_what_it_has_
     out = capsys.readouterr().out
     spans = [("0", "(0.3, 0.5)")]  # without noise there is one range
     spans += [(rate, span) for rate in ("0.5", "1") for span in ("(0.3, 0.5)", "(0.5, 0.7)")]
-    detectors = ("paper", "reference", "shares", "calibrated")
+    detectors = ("paper", "reference", "shares", "sketched", "calibrated")
     expected = [(*span, str(t), kind) for span in spans for t in (1, 2) for kind in detectors]
     found = lines(out)
     assert [tuple(row[:4]) for row in found[: len(expected)]] == expected
@@ -252,10 +252,11 @@ def test_detection_prints_what_each_detector_found_and_judges_again_what_it_has_
 
 def test_detection_says_what_a_run_says(tmp_path: Path) -> None:
     """The benchmark's verdicts are those of a run with that detector: the same training, to the bit."""
-    short = ["train.epochs=1", "noise.epochs=1", "partition.clients=6", "device=cpu"]
+    short = ["train.epochs=1", "noise.epochs=1", "partition.clients=6", "device=cpu", "model.width=40"]
     detection = benchmark("detection")
     setting = detection.Setting("digits", tuple(short), 3, 0.5, (0.5, 0.7))
     (found,) = detection.evidence([setting], [2], False, None)
+    assert found["losses"]["2"]["sketched"] != found["losses"]["2"]["areas"]  # there are 80 features
     for detector in detection.DETECTORS:
         options = ["method=fednoro", f"method.detector={detector}", "method.warmup=2", "train.rounds=3"]
         run = fednoro.run("digits", *setting.settings, *options, f"out={tmp_path}")
@@ -275,7 +276,7 @@ def test_detection_judges_again_as_a_run_of_fednoro_plus_does(
     benchmark("detection").main([*asked, "--again", *short])  # what was not asked before is measured now
     torch.set_num_threads(threads)
     told, _, sure = capsys.readouterr().out.rpartition("by how sure")
-    assert [row[3] for row in lines(told)[-5:]] == ["paper", "reference", "shares", "calibrated", "again"]
+    assert [row[3] for row in lines(told)[-6:]] == [*benchmark("detection").DETECTORS, "again"]
     assert sum(int(row[1]) for row in lines(sure)) == 6 and all(row[3].endswith("%") for row in lines(sure))
     without, measured = [json.loads(line) for line in kept.read_text().splitlines()]
     settings = ["noise.rate=0.34", "noise.low=0.5", "noise.high=0.7", "seed=0", *short]

@@ -12,6 +12,7 @@ from exchanges import TRAINING, Lab, again, check_close, given, identical, on_ea
 from federations import CLASSES, every_method, every_variant, three_channels
 from torch import Tensor
 
+from fednoro.calibrated import WIDTHS
 from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Precision
 from fednoro.methods import FedCorr, FedNoRo, FedNoRoPlus, Method
 from fednoro.models import Resnet18, initialise
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
 
 # Of the methods that ask for more than training. FedCorr's second iteration has noise levels.
-HEADS = {("moments",), ("score", "counted")}
+HEADS = {("moments", "width"), ("score", "counted")}
 KINDS: dict[type[Method], set[tuple[str, ...]]] = {
     FedNoRo: {("train",), ("score",), ("train", "lam")},
     FedNoRoPlus: {("train", "watch"), *HEADS, ("train",), ("correct",), ("train", "soft")},
@@ -37,7 +38,7 @@ def test_a_run_has_every_kind_of_task(method: Method) -> None:
     kinds = set().union(*(exchange.kinds for exchange in on_eager(method)))
     expected = next((kinds for cls, kinds in KINDS.items() if isinstance(method, cls)), {("train",)})
     detector = getattr(method, "detector", None)
-    if isinstance(method, FedNoRo) and detector in ("calibrated", "shares"):
+    if isinstance(method, FedNoRo) and detector in WIDTHS:
         expected = expected - {("score",)} | {("train", "watch"), *HEADS}
     if detector == "shares":
         expected = expected - HEADS | {("score",)}

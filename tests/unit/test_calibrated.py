@@ -26,6 +26,9 @@ from fednoro.calibrated import (
     MOMENTS,
     PRODUCTS,
     SUMS,
+    WIDEST,
+    WIDTH,
+    WIDTHS,
     add_up,
     add_up_again,
     can_reconsider,
@@ -40,7 +43,7 @@ from fednoro.calibrated import (
 from fednoro.engine import EagerEngine
 from fednoro.explained import SENT
 from fednoro.left_out import areas as areas_of
-from fednoro.left_out import moments, outputs
+from fednoro.left_out import head, moments, narrowed, outputs
 from fednoro.types import Clients, FedNoRoWarning, Reply, State, Task, UserError
 from fednoro.verdicts import verdicts
 
@@ -248,8 +251,10 @@ def lab(net: Any = network, parts: Sequence[Sequence[int]] = MIXED) -> EagerEngi
     return EagerEngine(net, data, 1, TRAINING, 0, torch.device("cpu"), clients)
 
 
-def asked_for_sums(state: State, engine: EagerEngine, away: Sequence[int] = (), clients: Clients = EVERYONE) -> State:
-    tasks = questions(state, clients, clients.drawn, heads=True)
+def asked_for_sums(
+    state: State, engine: EagerEngine, away: Sequence[int] = (), clients: Clients = EVERYONE, width: int = WIDEST
+) -> State:
+    tasks = questions(state, clients, clients.drawn, width)
     assert {task.name for task in tasks.values()} == {MOMENTS} and tuple(tasks) == clients.present
     return add_up(state, [summed(tasks[k], engine.site(engine.clients[k])) for k in tasks if k not in away])
 
@@ -258,7 +263,7 @@ def asked_for_sums(state: State, engine: EagerEngine, away: Sequence[int] = (), 
 def test_a_score_says_what_the_others_heads_part(away: tuple[int, ...]) -> None:
     engine, six = lab(parts=LARGER), Clients(tuple(range(6)), tuple(range(6)))
     state = asked_for_sums(start(), engine, away, six)
-    tasks = questions(state, six, six.drawn, heads=True)
+    tasks = questions(state, six, six.drawn, WIDEST)
     assert {k for k, task in tasks.items() if not task.settings[COUNTED]} == set(away)
     everything = {}
     for k in six.present:
@@ -282,15 +287,15 @@ def test_a_score_says_what_the_others_heads_part(away: tuple[int, ...]) -> None:
 def test_sums_are_asked_for_once_and_again_for_another_model() -> None:
     engine = lab()
     state = asked_for_sums(start(), engine)
-    kinds = {task.name for task in questions(state, EVERYONE, (0, 1), heads=True).values()}
-    assert kinds == {"score"} and set(questions(state, EVERYONE, (0, 1), heads=True)) == {0, 1}
+    kinds = {task.name for task in questions(state, EVERYONE, (0, 1), WIDEST).values()}
+    assert kinds == {"score"} and set(questions(state, EVERYONE, (0, 1), WIDEST)) == {0, 1}
     # Nobody has answered: a round later there is another model.
-    assert {t.name for t in questions(replace(state, round=1), EVERYONE, (0,), heads=True).values()} == {MOMENTS}
+    assert {t.name for t in questions(replace(state, round=1), EVERYONE, (0,), WIDEST).values()} == {MOMENTS}
     judged = record(state, replies([*TRUSTED, *DOUBTED]))
     assert judged.memo["detection"]["parted"]
-    late = questions(replace(judged, round=4, model=replace(judged.model)), EVERYONE, (1,), heads=True)[1]
+    late = questions(replace(judged, round=4, model=replace(judged.model)), EVERYONE, (1,), WIDEST)[1]
     assert late.name == "score" and late.weights is judged.kept["scored"] and late.settings == {COUNTED: True}
-    anew = questions(replace(judged, round=4), EVERYONE, (1,), heads=True, anew=True)
+    anew = questions(replace(judged, round=4), EVERYONE, (1,), WIDEST, anew=True)
     assert {task.name for task in anew.values()} == {MOMENTS} and set(anew) == set(EVERYONE.present)
 
 
@@ -307,15 +312,31 @@ def test_a_network_without_features_is_judged_by_shares() -> None:
         engine.site(engine.clients[0]).features(state.model)
     state = asked_for_sums(state, engine)
     assert MOMENTS not in state.kept
-    tasks = questions(state, EVERYONE, EVERYONE.drawn, heads=True)
+    tasks = questions(state, EVERYONE, EVERYONE.drawn, WIDEST)
     assert all(task.name == "score" and not task.arrays for task in tasks.values())
     answers = [score(tasks[k], engine.site(engine.clients[k])) for k in tasks]
     assert not any(answer.arrays for answer in answers) and len(verdicts(record(state, answers))) == len(tasks)
 
 
-def test_features_that_would_be_a_message_larger_than_the_model_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fednoro.calibrated.WIDEST", 3)
-    assert MOMENTS not in asked_for_sums(start(), lab()).kept
+def test_of_many_features_a_sketch_is_summed_up() -> None:
+    engine, wide = lab(), asked_for_sums(start(), lab())
+    state = asked_for_sums(start(), engine, width=3)
+    assert len(sums_of(state)) == 4 * 4 + CLASSES * 4 < len(sums_of(wide))
+    for k, task in questions(state, EVERYONE, EVERYONE.drawn, 3).items():
+        site = engine.site(engine.clients[k])
+        x = torch.cat([narrowed(site.features(task.weights), 3), torch.ones(site.size, 1)], dim=1).double()
+        own = x.t() @ x, x.t() @ nn.functional.one_hot(site.labels, CLASSES).double()
+        a, b = (torch.from_numpy(task.arrays[name]) for name in (PRODUCTS, SUMS))
+        said = x @ head(a - own[0], b.t() - own[1])
+        np.testing.assert_array_equal(score(task, site).arrays[AREAS], areas_of(said.numpy(), site.labels.numpy()))
+
+
+def test_sites_are_told_how_wide_the_sums_are() -> None:
+    asked = {name: questions(start(), EVERYONE, EVERYONE.drawn, width)[0] for name, width in WIDTHS.items()}
+    assert [asked[name].settings for name in ("calibrated", "sketched", "shares")] == [{WIDTH: 2048}, {WIDTH: 64}, {}]
+    site = lab().site(lab().clients[0])
+    said = [summed(replace(asked["calibrated"], settings=s), site).arrays[SUMS] for s in ({WIDTH: 2048}, {})]
+    np.testing.assert_array_equal(*said)  # a server of an older version says nothing, and means all
 
 
 @pytest.mark.parametrize("change", ["shape", "flat", "number", "nan", "large", "width", "wide"])
@@ -340,7 +361,7 @@ def test_sums_that_cannot_be_used_are_left_out_and_that_is_said(change: str) -> 
     with pytest.warns(FedNoRoWarning, match="client 0 sent sums that cannot be used"):
         state = add_up(start(), [replace(sent[0], arrays={PRODUCTS: products, SUMS: sums}), *sent[1:]])
     assert state.memo[MOMENTS] == {"round": 0, "clients": [1, 2, 3, 4, 5]}
-    totals = next(iter(questions(state, EVERYONE, (0,), heads=True).values())).arrays
+    totals = next(iter(questions(state, EVERYONE, (0,), WIDEST).values())).arrays
     np.testing.assert_allclose(totals[PRODUCTS], sum(reply.arrays[PRODUCTS] for reply in sent[1:]))
     np.testing.assert_allclose(totals[SUMS], sum(reply.arrays[SUMS] for reply in sent[1:]))
 
@@ -360,7 +381,7 @@ def test_sums_of_a_few_are_not_shown_to_the_others() -> None:
     with pytest.warns(FedNoRoWarning, match="only 4 clients sent sums"):
         state = asked_for_sums(start(), lab(), away=(3,))
     assert MOMENTS not in state.kept and state.memo[MOMENTS]["clients"] == []
-    tasks = questions(state, EVERYONE, EVERYONE.drawn, heads=True)
+    tasks = questions(state, EVERYONE, EVERYONE.drawn, WIDEST)
     assert all(task.name == "score" and not task.arrays for task in tasks.values())
 
 
@@ -369,7 +390,7 @@ def test_a_revision_among_few_goes_by_shares() -> None:
     first = record(summed_up(), replies([(0.1, 0.6)] * 5))
     assert all(verdicts(first).values()) and first.memo["detection"]["summed_in"] == 0
     later, four = replace(first, round=4), Clients((0, 1, 2, 3), (0, 1, 2, 3))
-    tasks = questions(later, four, four.present, heads=True, anew=True)
+    tasks = questions(later, four, four.present, WIDEST, anew=True)
     assert all(task.name == "score" and not task.arrays for task in tasks.values())
     again = record(later, [reply(k, e) for k, e in enumerate((0.6, 0.7, 0.65, 0.1))])
     assert verdicts(again) == {0: False, 1: False, 2: False, 3: True} and "summed_in" not in again.memo["detection"]
@@ -379,7 +400,7 @@ def test_totals_of_another_model_are_not_sent_to_who_comes_late() -> None:
     """A revision that nobody answered has left its totals, and the verdict is of an earlier model."""
     first = record(summed_up(), replies([(0.1, 0.6)] * 6))
     failed = replace(first, round=4, memo={**first.memo, MOMENTS: {"round": 4, "clients": [0, 1, 2, 3, 4]}})
-    task = questions(replace(failed, round=5), EVERYONE, (7,), heads=True)[7]
+    task = questions(replace(failed, round=5), EVERYONE, (7,), WIDEST)[7]
     assert task.name == "score" and not task.arrays
     later = record(replace(failed, round=5), [reply(7, 0.1)])
     assert verdicts(later)[7] and "explained shares" in later.memo["detection"]["reason"]
@@ -444,7 +465,7 @@ def looked_at(kinds: Sequence[tuple[float, float]]) -> tuple[EagerEngine, State,
     first = record(asked_for_sums(start(), engine, clients=SIX), replies(kinds))
     later = replace(first, round=2, model=replace(first.model, values=first.model.values * 1.5))
     assert can_reconsider(later)
-    tasks = questions(later, SIX, SIX.present, heads=True, anew=True)
+    tasks = questions(later, SIX, SIX.present, WIDEST, anew=True)
     assert {task.name for task in tasks.values()} == {MOMENTS}
     return engine, first, add_up_again(later, [summed(tasks[k], engine.site(engine.clients[k])) for k in tasks])
 
@@ -460,7 +481,7 @@ def test_a_second_verdict_is_by_the_model_and_the_sums_of_then(away: Sequence[in
     assert not torch.equal(sums_of(first), sums_of(summed_again)) and torch.equal(
         summed_again.kept[FIRST].values, sums_of(first)
     )
-    asked = questions(summed_again, SIX, SIX.present, heads=True, anew=True)
+    asked = questions(summed_again, SIX, SIX.present, WIDEST, anew=True)
     assert all(task.name == "score" and task.weights is summed_again.model and task.arrays for task in asked.values())
     kinds = [*TRUSTED, *DOUBTED]  # client 3 turns out to be clean, client 4 noisy
     after = reconsider(summed_again, [reply(k, *kinds[k]) for k in range(6) if k not in away])
@@ -473,9 +494,19 @@ def test_a_second_verdict_is_by_the_model_and_the_sums_of_then(away: Sequence[in
     assert {k for k, row in found["clients"].items() if "doubt" not in row} == {str(k) for k in away}, "another scale"
     assert torch.equal(sums_of(after), sums_of(summed_again)) and not {FIRST} & (after.kept.keys() | after.memo.keys())
     assert not can_reconsider(after)
-    late = questions(replace(after, round=4), SIX, (1,), heads=True)[1]
+    late = questions(replace(after, round=4), SIX, (1,), WIDEST)[1]
     assert late.weights is summed_again.model and late.arrays and late.settings == {COUNTED: True}
     assert json.loads(json.dumps(after.memo, allow_nan=False)) == after.memo
+
+
+def test_in_a_second_verdict_both_groups_scatter_alike() -> None:
+    """Clients that the model was trained on err next to nothing: a clean one that it was not is no noisy one yet."""
+    errors, shares = (0.029, 0.019, 0.04, 0.173, 0.898, 0.556), (0.54, 0.55, 0.61, 0.4, 0.08, 0.17)
+    kinds = [(e, 1 - error / 2) for e, error in zip(shares, errors, strict=True)]
+    _, first, summed_again = looked_at([*TRUSTED[:3], DOUBTED[0], *DOUBTED])
+    assert verdicts(first) == {k: k > 2 for k in range(6)}
+    assert verdicts(record(summed_up(), replies(kinds))) == {k: k > 2 for k in range(6)}
+    assert verdicts(reconsider(summed_again, replies(kinds))) == {k: k > 3 for k in range(6)}
 
 
 @pytest.mark.parametrize(
@@ -501,7 +532,7 @@ def test_the_first_verdict_stays_where_the_second_is_none(scores: list[Reply]) -
 def test_sums_of_a_few_do_not_take_the_place_of_the_first_ones() -> None:
     engine, first, _ = looked_at([*TRUSTED, *DOUBTED])
     later = replace(first, round=2)
-    tasks = questions(later, SIX, SIX.present, heads=True, anew=True)
+    tasks = questions(later, SIX, SIX.present, WIDEST, anew=True)
     with pytest.warns(FedNoRoWarning, match="only 3 clients sent sums .*: the verdict stays as it is"):
         after = add_up_again(later, [summed(tasks[k], engine.site(engine.clients[k])) for k in (0, 1, 2)])
     assert torch.equal(sums_of(after), sums_of(first)) and after.memo == {**first.memo, "asked_in": 2}

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from fednoro import left_out as rule
 
+SIGNS = [[1, 1, 0, 0, 1, 0, 1, 0], [1, 0, 0, 1, 1, 1, 0, 1], [0, 0, 1, 0, 1, 0, 0, 1]]
+
 
 def sites(count: int = 4, features: int = 5, classes: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
     rng = torch.Generator().manual_seed(count)
@@ -60,6 +62,26 @@ def test_sums_that_tell_nothing_make_a_head_of_zeros(same: bool) -> None:
     x, y = torch.ones(9, 4), torch.arange(9) % 3
     a, b = rule.moments(x if same else x[:0], y if same else y[:0], 3)
     assert not rule.head(a, b).any()
+
+
+def test_narrowed_features_are_sums_with_the_same_signs_everywhere() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(50, 512)
+    found, eye = rule.narrowed(x, 64), rule.narrowed(torch.eye(512), 64)
+    assert found.shape == (50, 64) and rule.narrowed(x, 512) is x and rule.narrowed(x[:, :64], 64).shape == (50, 64)
+    assert eye.abs().allclose(torch.tensor(512**-0.5, dtype=torch.float64)) and abs(float(eye.sum())) < 512 * 64**0.5
+    torch.testing.assert_close(found, x.double() @ eye)
+    assert (eye[:3, :8] > 0).int().tolist() == SIGNS  # sites and servers of other versions and machines draw the same
+    assert len({tuple(column) for column in eye.t().tolist()}) == 64
+
+
+@pytest.mark.parametrize("wide", [65, 2048])
+def test_narrowed_features_keep_distances_about_as_they_are(wide: int) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(40, wide).double()
+    before, after = (torch.cdist(part, part)[*torch.triu_indices(40, 40, 1)] for part in (x, rule.narrowed(x, 64)))
+    ratio = after / before * (wide / 64) ** 0.5
+    assert ratio.mean() == pytest.approx(1, abs=0.05) and ratio.std() < 0.15
 
 
 def test_errors_leave_out_what_is_hard_for_everybody() -> None:
