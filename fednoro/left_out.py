@@ -21,11 +21,12 @@ and with the share of its labels that a client explains, e_k (`fednoro.explained
 
     doubt_k = √((error_k + 0.02) (1 − e_k + 0.02))
 
-Doubts are cut where two groups of their logarithms are likeliest (Gaussians, the upper one wider by a fifth, unless
-clean clients have trained alone: noisy ones differ in how much is wrong). The upper group is noisy if two are likelier than one, if its mean error is 0.1
-and twice the lower one's (0.02 added to both), if it explains 80% of what the lower group does or less, and if that is
-something, 28% on average; after a short warm-up it need not be if the two are far apart, with four times the error.
-Otherwise all clients are alike, and their explained shares say whether that is nobody or everybody.
+Doubts are cut where two groups of their logarithms are likeliest (Gaussians, the upper one wider by a fifth, because
+noisy clients differ in how much is wrong; not once clean clients have trained alone). The upper group is noisy if two
+are likelier than one, if its mean error is 0.1 and twice the lower one's (0.02 added to both), if it explains 80% of
+what the lower group does or less, and if that is something, 28% on average; after a short warm-up it need not be if the
+two are far apart, with four times the error. Otherwise all clients are alike, and their explained shares say whether
+that is nobody or everybody.
 """
 
 from __future__ import annotations
