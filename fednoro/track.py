@@ -160,12 +160,16 @@ class Tracked(Watcher):
     def __init__(self, other: Watcher, trackers: Mapping[str, Tracker]) -> None:
         self.other, self.trackers = other, dict(trackers)
         self._classes: tuple[str, ...] = ()
-        self._names: tuple[str, ...] = ()
+        self._names: Sequence[str] = ()
         self._verdict: Any = None
 
     def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
         self.other.started(config, folder, federation, state, engine)
-        self._classes, self._names = class_tags(federation.classes), federation.names
+        self.begin(config, folder, federation.classes, federation.names, state)
+
+    def begin(self, config: Config, folder: Path, classes: tuple[str, ...], names: Sequence[str], state: State) -> None:
+        """The trackers begin, and get the rounds that the run has behind it; `names` may grow with the clients."""
+        self._classes, self._names = class_tags(classes), names
         settings = flattened(yaml.safe_load(dump(config)))
         self._each(lambda tracker: tracker.begin(folder, settings))
         records = RunFolder(folder).rounds()

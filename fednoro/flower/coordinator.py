@@ -35,6 +35,7 @@ from fednoro.models import Packed, initialise
 from fednoro.report import write_report
 from fednoro.rounds import Evaluation, Turn
 from fednoro.runs import RunFolder, environment, to_device
+from fednoro.track import Tracked, tracked
 from fednoro.types import Failure, FedNoRoWarning, Reply, State, Task, UserError, Weights
 
 ATTEMPTS = 3  # at an evaluation that no site answers
@@ -74,12 +75,13 @@ class Ground:
 
 def coordinate(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | None = None) -> Run:
     """Plays the run that the run-config describes, or carries one on."""
-    watcher = watcher or LogWatcher()
     resumed = str(run_config.get("resume", ""))
     if resumed:
         folder, config, options = _reopened(Path(resumed).expanduser())
+        watcher = tracked(config, watcher or LogWatcher())
     else:
         config, options = read_config(run_config), Deployment.read(run_config)
+        watcher = tracked(config, watcher or LogWatcher())
         folder = RunFolder(free_folder(config))
         folder.create()
     try:
@@ -142,6 +144,8 @@ class _Coordinator:
                 self.grid, self.roster, lambda: moment(self.folder, self.key, self.order), self.options.round_timeout
             )
             state = self._restored(exchange, ground)
+            if isinstance(self.watcher, Tracked):
+                self.watcher.begin(self.config, self.folder.path, classes, self.roster.sites, state)
             evaluate = ground.evaluate or SiteEvaluation(exchange, self.roster, len(classes))
             state = drive(self.folder, self.config, state, exchange, self.roster.clients, evaluate, self.watcher, {})
             result = finish(self.folder, self.config, ground.setting(), state, ground.net)

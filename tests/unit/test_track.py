@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from flower_grid import MemoryGrid
 from hypothesis import given
 from hypothesis import strategies as st
 from mlflow.tracking import MlflowClient
@@ -17,8 +19,10 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 import fednoro
 from fednoro import track
-from fednoro.config import resolve
+from fednoro.config import dump, resolve
 from fednoro.experiment import Run, Watcher
+from fednoro.flower.client_app import app
+from fednoro.flower.coordinator import coordinate
 from fednoro.rounds import Turn
 from fednoro.types import UserError
 
@@ -45,7 +49,7 @@ class Stops(Watcher):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[str, Run]:
-    """The same run without trackers, with one, and with both but killed in between."""
+    """The same run without trackers, with one, with both but killed in between, and so on Flower."""
     home = tmp_path_factory.mktemp("tracked")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
@@ -58,13 +62,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[str
         # As after a kill: round 5 was tracked, and no checkpoint knows of it.
         sorted((folder / "checkpoints").iterdir())[-1].unlink()
         killed = fednoro.resume(folder)
-        assert {path.name for path in home.iterdir()} == {"plain", "whole", "killed"}, "written outside of the runs"
-        found = {"plain": plain, "whole": whole, "killed": killed}
+        flower = _on_flower(*TINY, "out=flower", BOTH)
+        assert {path.name for path in home.iterdir()} == {"plain", "whole", "killed", "flower"}, "written elsewhere"
+        found = {"plain": plain, "whole": whole, "killed": killed, "flower": flower}
     assert before.info.status == "KILLED"
     assert _mlflow(home / "killed" / "run")[1].info.run_id == before.info.run_id
     for run in found.values():
         object.__setattr__(run, "folder", home / run.folder)
     return found
+
+
+def _on_flower(source: str, *overrides: str) -> Run:
+    """Stopped after a round, and resumed."""
+    nodes = {100 + k: {"partition-id": k, "num-partitions": 5} for k in range(5)}
+    asked = {"fednoro": json.dumps(yaml.safe_load(dump(resolve(source, overrides)))), "round-timeout": 60.0}
+    with pytest.raises(KeyboardInterrupt):
+        coordinate(MemoryGrid(app, nodes), asked, watcher=Stops(after=5))
+    assert _mlflow(Path("flower/run"))[1].info.status == "KILLED"
+    return coordinate(MemoryGrid(app, nodes), {"resume": "flower/run"})
 
 
 def _events(folder: Path) -> EventAccumulator:
@@ -91,7 +106,7 @@ def test_trackers_are_off_by_default_and_change_nothing(runs: dict[str, Run]) ->
     assert len(models) == 1
 
 
-@pytest.mark.parametrize("which", ["whole", "killed"])
+@pytest.mark.parametrize("which", ["whole", "killed", "flower"])
 def test_tensorboard_has_every_round_once(runs: dict[str, Run], which: str) -> None:
     run = runs[which]
     events, records = _events(run.folder), _records(run)
@@ -108,7 +123,7 @@ def test_tensorboard_has_every_round_once(runs: dict[str, Run], which: str) -> N
     assert len(list((run.folder / "tensorboard").iterdir())) == 1, "a resumed run writes its events anew"
 
 
-@pytest.mark.parametrize("which", ["whole", "killed"])
+@pytest.mark.parametrize("which", ["whole", "killed", "flower"])
 def test_tensorboard_has_verdict_result_and_options(runs: dict[str, Run], which: str) -> None:
     run = runs[which]
     events = _events(run.folder)
@@ -130,8 +145,9 @@ def test_tensorboard_has_verdict_result_and_options(runs: dict[str, Run], which:
     assert "_hparams_/session_end_info" in events.summary_metadata
 
 
-def test_mlflow_has_every_figure_once_although_the_run_was_killed(runs: dict[str, Run]) -> None:
-    run = runs["killed"]
+@pytest.mark.parametrize("which", ["killed", "flower"])
+def test_mlflow_has_every_figure_once_although_the_run_was_killed(runs: dict[str, Run], which: str) -> None:
+    run = runs[which]
     client, found = _mlflow(run.folder)
     records = _records(run)
     for name in found.data.metrics:
@@ -157,6 +173,8 @@ def test_a_missing_package_is_told_before_anything_is_made(tmp_path: Path, monke
     monkeypatch.setattr(track, "find_spec", lambda name: None if name == "tensorboard" else object())
     with pytest.raises(UserError, match=r"pip install 'fednoro\[track\]'"):
         fednoro.run(*TINY, f"out={tmp_path / 'runs'}", "track=tensorboard")
+    with pytest.raises(UserError, match=r"pip install 'fednoro\[track\]'"):
+        _on_flower(*TINY, f"out={tmp_path / 'runs'}", "track=tensorboard")
     assert not (tmp_path / "runs").exists()
 
 
