@@ -6,9 +6,8 @@ python -m benchmarks.detection [--preset digits] [--rates 0 0.2 0.4 0.6 0.8 1] [
 Each setting is one warm-up by FedLA, which all rules share: at its end the clients' class losses go to the paper's
 detector and to the published code's, and what they have measured in its last rounds to the others: `shares` goes by
 that alone, `calibrated` by heads that are learnt from the other clients too, `sketched` by heads on 64 numbers of each
-image. With several --warmups one run of the
-longest serves all. Annotators do not depend on how many clients are noisy or how much, and are trained once for each
-seed.
+image. With several --warmups one run of the longest serves all. Annotators do not depend on how many clients are noisy
+or how much, and are trained once for each seed.
 
 With --again those whom `calibrated` trusts train alone for half of FedNoRo+'s purge, and everybody is judged once more:
 `again`, the verdict that FedNoRo+ ends with unless it flags everybody. Whom the rule trusted when it was measured is
@@ -205,7 +204,7 @@ def _answered(item: Any) -> Reply:
 def verdict(detector: str, found: Mapping[str, Any], warmup: int, seed: int) -> list[bool]:
     """Whom a rule flags after a warm-up of so many rounds."""
     if detector in ("shares", AGAIN, *HEADS):
-        rows = _rows(found, warmup, HEADS.get(detector, "areas"))
+        rows = _rows(found, warmup, HEADS.get(detector, HEADS["calibrated"]))
         if detector in HEADS:
             return list(calibrated.judge(rows).noisy)
         if detector == AGAIN:
@@ -232,7 +231,7 @@ def _again(rows: Sequence[Mapping[str, Any]], said: Mapping[str, Any]) -> list[b
     return list((first if second.scale is None else second).noisy)
 
 
-def _rows(found: Mapping[str, Any], warmup: int, heads: str = "areas") -> list[dict[str, Any]]:
+def _rows(found: Mapping[str, Any], warmup: int, heads: str = HEADS["calibrated"]) -> list[dict[str, Any]]:
     """What each client has sent for the calibrated rules."""
     rounds = [found["explained"][str(number)] for number in range(max(0, warmup - WATCHED), warmup)]
     left, scored = np.min(rounds, axis=0), found["losses"][str(warmup)]

@@ -35,6 +35,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -61,17 +62,15 @@ FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where the warm-up
 # Client
 
 
-def narrowed(features: Tensor, width: int) -> Tensor:
-    """N×d features as they are, or N×width where there are more: sums of all of them with signs, the same everywhere.
+def sketch(features: Tensor, width: int) -> Tensor:
+    """N×width in place of N×d: sums of all features with signs that are the same everywhere; distances stay about."""
+    return features.double() @ _signs(features.shape[1], width)
 
-    A site with fewer images than features gives these away in XᵀX but for a rotation, and a narrow sketch does not.
-    """
-    d = features.shape[1]
-    if d <= width:
-        return features
-    drawn = generator(0, "signs", d).random((d, width)) < 0.5
-    signs = torch.from_numpy(np.where(drawn, -1.0, 1.0) / math.sqrt(d))
-    return features.double() @ signs.to(features.device)
+
+@lru_cache(maxsize=4)
+def _signs(features: int, width: int) -> Tensor:
+    drawn = generator(0, "signs", features).random((features, width)) < 0.5
+    return torch.from_numpy(np.where(drawn, -1.0, 1.0) / math.sqrt(width))
 
 
 def moments(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:

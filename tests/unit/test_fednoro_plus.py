@@ -19,6 +19,7 @@ from federations import CLASSES, federation, network, same, start
 from rich.console import Console
 
 import fednoro
+from fednoro.calibrated import WIDTHS
 from fednoro.display import Terminal
 from fednoro.engine import EagerEngine
 from fednoro.explained import EVIDENCE
@@ -404,8 +405,12 @@ def second(state: State) -> dict[str, Any]:
     return {"round": state.memo["again"]["round"], "changed": state.memo["again"]["changed"]}
 
 
-def test_in_the_middle_of_the_purge_everybody_is_judged_again() -> None:
-    lab, played = long()
+@pytest.mark.parametrize("detector", ["calibrated", "sketched"])
+def test_in_the_middle_of_the_purge_everybody_is_judged_again(detector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fednoro.calibrated.SKETCH", 3)  # of 4 features
+    monkeypatch.setitem(WIDTHS, "sketched", 3)
+    method = replace(LONG, detector=detector)
+    lab, played = long(method=method)
     clean, everyone = (0, 1, 2), (0, 1, 2, 3, 4)
     assert [(name, t, who) for name, t, who, _ in lab.asked if t >= 5][:9] == [
         ("moments", 5, everyone), ("score", 5, everyone), ("train", 5, clean), ("train", 6, clean),
@@ -418,7 +423,8 @@ def test_in_the_middle_of_the_purge_everybody_is_judged_again() -> None:
     assert again["reason"].endswith("(judged again)") and again["round"] == first["round"] == 5
     assert {row["round"] for row in again["clients"].values()} == {7} and again["summed_in"] == 7
     assert "first_moments" not in last.memo and "first_moments" not in last.kept
-    alone = long(method=replace(LONG, second_look=False))[1]
+    assert (len(last.kept["moments"].values) == 4 * 4 + 4 * CLASSES) == (detector == "sketched")
+    alone = long(method=replace(method, second_look=False))[1]
     assert [turn.task for turn in alone].count("score") == 1
     assert all(map(same, models(played), models(alone))), "a verdict that stays changes nothing"
     assert same(last.kept[TEACHER], alone[-1].state.kept[TEACHER])
@@ -631,7 +637,7 @@ def test_training_says_nothing_more_than_fedla_and_scoring_a_few_numbers() -> No
     site = lab.site(lab.clients[0])
     reply = METHOD.work(task, site)
     assert reply.metrics.keys() == {"loss"} and not reply.arrays and EVIDENCE in site.memory
-    sums = METHOD.work(replace(task, name="moments"), site)
+    sums = METHOD.work(replace(task, name="moments", settings={"width": 2048}), site)
     assert sums.weights is None and not sums.metrics
     width = site.features(task.weights).shape[1] + 1
     assert {name: array.shape for name, array in sums.arrays.items()} == {
@@ -698,7 +704,9 @@ def test_views_of_an_image_are_drawn_and_averaged() -> None:
 
 
 @pytest.mark.parametrize("wanted", [Protection(min_count=3), Protection(score_epsilon=1.0)])
-@pytest.mark.parametrize("method", [METHOD, FedNoRo(warmup=5, detector="calibrated")], ids=["plus", "calibrated"])
+@pytest.mark.parametrize(
+    "method", [METHOD, *(FedNoRo(warmup=5, detector=rule) for rule in WIDTHS)], ids=["plus", *WIDTHS]
+)
 def test_a_site_that_holds_back_refuses_to_be_scored_by_what_it_explains(method: Method, wanted: Protection) -> None:
     lab = Lab()
     site = lab.site(lab.clients[0])
@@ -744,7 +752,7 @@ def test_a_detector_may_be_named_without_the_rest_of_its_behaviour(rule: Any) ->
     assert same(models(named)[-1], models(whole)[-1]) == (rule == "paper")
 
 
-@pytest.mark.parametrize("rule", ["calibrated", "shares"])
+@pytest.mark.parametrize("rule", WIDTHS)
 @pytest.mark.parametrize("options", [{"score_epsilon": 1.0}, {"score_min_count": 3}])
 def test_protection_that_this_detector_cannot_give_is_refused_at_the_start(options: dict[str, Any], rule: Any) -> None:
     with pytest.raises(UserError, match=rf"method\.detector={rule} .* set method\.detector=paper"):

@@ -72,14 +72,29 @@ def test_every_method_ends_with_the_same_bits_as_in_one_process(method: str, tmp
     assert there.detection == here.detection
 
 
-@pytest.mark.parametrize("method", ["fednoro-plus", "fednoro"])
-def test_verdicts_by_the_others_heads_are_those_of_a_run_in_one_process(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "rule", "side"),
+    [
+        ("fednoro-plus", (), 5),
+        ("fednoro", ("method.detector=calibrated",), 5),
+        ("fednoro-plus", ("method.detector=sketched", "model.width=40"), 65),
+    ],
+)
+def test_verdicts_by_the_others_heads_are_those_of_a_run_in_one_process(
+    method: str, rule: tuple[str, ...], side: int, tmp_path: Path
+) -> None:
     """More clients than explained shares decide about alone."""
-    rule = () if method == "fednoro-plus" else ("method.detector=calibrated",)
     asked = (*settings(method, "partition.clients=6", "data.images=240"), *rule, f"out={tmp_path}")
     here = experiment.run(*asked, "name=here")
-    grid = MemoryGrid(app, nodes(6))
-    there = on_flower(grid, *asked, "name=there")
+    sums: list[tuple[int, ...]] = []
+
+    def tamper(task: Message, reply: Message) -> Message:
+        found = reply.content.array_records.values() if reply.has_content() else ()
+        sums.extend(record["products"].numpy().shape for record in found if "products" in record)
+        return reply
+
+    there = on_flower(MemoryGrid(app, nodes(6), tamper), *asked, "name=there")
+    assert sums == [(side, side)] * 6
     assert there.detection == here.detection and here.detection is not None
     assert all("areas" in row for row in here.detection["clients"].values())
     assert (there.folder / "model.safetensors").read_bytes() == (here.folder / "model.safetensors").read_bytes()
