@@ -23,10 +23,10 @@ and with the share of its labels that a client explains, e_k (`fednoro.explained
 
 Doubts are cut where two groups of their logarithms are likeliest (Gaussians, the upper one wider by a fifth, because
 noisy clients differ in how much is wrong; not once clean clients have trained alone). The upper group is noisy if two
-are likelier than one, if its mean error is 0.1 and twice the lower one's (0.02 added to both), if it explains 80% of
-what the lower group does or less, and if that is something, 28% on average; after a short warm-up it need not be if the
-two are far apart, with four times the error. Otherwise all clients are alike, and their explained shares say whether
-that is nobody or everybody.
+are likelier than one (clearly, or a little where it explains 65% of what the lower one does or less), if its mean error
+is 0.1 and twice the lower one's (0.02 added to both), if it explains 80% of what the lower group does or less, and if
+that is something, 28% on average; after a short warm-up it need not be if the two are far apart, with four times the
+error. Otherwise all clients are alike, and their explained shares say whether that is nobody or everybody.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ LESS = 0.8  # what noisy ones explain at most, in that
 WIDER = 1.2  # the deviation of noisy clients' logarithms, in that of clean ones'
 PURGED_WIDER = 1.0  # the same once the model has seen some clean clients alone: these are near 0, where logarithms part
 LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
+MUCH_LESS, STILL_LIKELIER = 0.65, 1.0  # the same where noisy ones explain at most this, in what clean ones do
 SURE = 0.35  # of the posterior's steepness: a client is far from its group more often than Gaussians are
 FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where the warm-up was too short to explain anything
 
@@ -181,7 +182,8 @@ def find_cut(
     worse = (error[noisy].mean() + FLOOR) / (error[clean].mean() + FLOOR)
     trust, less = explained[clean].mean(), explained[noisy].mean()
     clear = trust >= SOMETHING or (likelier >= FAR_LIKELIER and worse >= FAR)
-    if likelier < LIKELIER or worse < TWICE or error[noisy].mean() < LEAST or less > LESS * trust or not clear:
+    needed = STILL_LIKELIER if less <= MUCH_LESS * trust else LIKELIER
+    if likelier < needed or worse < TWICE or error[noisy].mean() < LEAST or less > LESS * trust or not clear:
         return None
     cut = math.exp(float(x[trusted - 1 : trusted + 1].mean()))
     return cut, SURE * float(x[trusted:].mean() - x[:trusted].mean()) / within

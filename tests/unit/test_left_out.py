@@ -177,6 +177,18 @@ def test_a_long_tail_is_not_a_group() -> None:
     assert cut_of(error, np.linspace(0.4, 0.2, 20)) is None
 
 
+@pytest.mark.parametrize(("less", "parted"), [(0.64, True), (0.66, False)])
+def test_groups_that_are_hardly_likelier_are_believed_in_where_one_explains_much_less(
+    less: float, parted: bool
+) -> None:
+    clean = [0.12, 0.2, 0.22, 0.22, 0.24, 0.28]
+    noisy = [0.32, 0.32, 0.33, 0.34, 0.35, 0.37, 0.38, 0.44, 0.54, 0.57, 0.59, 0.61, 0.7, 0.76]
+    error, explained = np.array(clean + noisy), np.where(np.arange(20) < 6, 0.45, 0.45 * less)
+    found = rule.likeliest(np.log(rule.doubts(error, explained)), range(2, 20), rule.VARIANCE, rule.WIDER)
+    assert found is not None and found[0] == 6 and rule.STILL_LIKELIER < found[1] < rule.LIKELIER
+    assert cut_of(error, explained) == ([k >= 6 for k in range(20)] if parted else None)
+
+
 BETTER, WORSE = 0.5, 0.35  # shares that are far enough apart
 HALF = np.where(np.arange(20) < 10, BETTER, WORSE)
 
