@@ -25,8 +25,9 @@ Doubts are cut where two groups of their logarithms are likeliest (Gaussians, th
 noisy clients differ in how much is wrong; not once clean clients have trained alone). The upper group is noisy if two
 are likelier than one (clearly, or a little where it explains 65% of what the lower one does or less), if its mean error
 is 0.1 and twice the lower one's (0.02 added to both), if it explains 80% of what the lower group does or less, and if
-that is something, 28% on average; after a short warm-up it need not be if the two are far apart, with four times the
-error. Otherwise all clients are alike, and their explained shares say whether that is nobody or everybody.
+that is something, 28% on average; on hard images and after a short warm-up it need not be if the two are far apart,
+with four times the error or half of what is explained. Otherwise all clients are alike, and their explained shares say
+whether that is nobody or everybody.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ PURGED_WIDER = 1.0  # the same once the model has seen some clean clients alone:
 LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
 MUCH_LESS, STILL_LIKELIER = 0.65, 1.0  # the same where noisy ones explain at most this, in what clean ones do
 SURE = 0.35  # of the posterior's steepness: a client is far from its group more often than Gaussians are
-FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where the warm-up was too short to explain anything
+FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where clean clients explain less than something
+HALF_LIKELIER, HALF = 8.0, 0.5  # or this, where noisy ones explain half of that or less
 
 
 # Client
@@ -181,7 +183,8 @@ def find_cut(
     clean, noisy = order[:trusted], order[trusted:]
     worse = (error[noisy].mean() + FLOOR) / (error[clean].mean() + FLOOR)
     trust, less = explained[clean].mean(), explained[noisy].mean()
-    clear = trust >= SOMETHING or (likelier >= FAR_LIKELIER and worse >= FAR)
+    far = (likelier >= FAR_LIKELIER and worse >= FAR) or (likelier >= HALF_LIKELIER and less <= HALF * trust)
+    clear = trust >= SOMETHING or far
     needed = STILL_LIKELIER if less <= MUCH_LESS * trust else LIKELIER
     if likelier < needed or worse < TWICE or error[noisy].mean() < LEAST or less > LESS * trust or not clear:
         return None

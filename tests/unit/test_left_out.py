@@ -161,7 +161,8 @@ def test_the_cut_is_the_likeliest_of_all(error: list[float]) -> None:
     twice = sum(noisy) / len(noisy) >= 2 * sum(clean) / len(clean) and shares[1] <= 0.8 * shares[0]
     mean = sum(x) / len(x)
     alone = len(x) * math.log(sum((v - mean) ** 2 for v in x) / len(x) + rule.VARIANCE)
-    twice = twice and alone - costs[below] >= 3 and sum(noisy) / len(noisy) >= 0.12
+    needed = 1 if shares[1] <= 0.65 * shares[0] else 3
+    twice = twice and alone - costs[below] >= needed and sum(noisy) / len(noisy) >= 0.12
     found = rule.find_cut(doubt, np.array(error), explained)
     assert (found is not None) == twice
     if found is not None:
@@ -206,12 +207,25 @@ def test_noisy_clients_explain_less(level: float, parted: bool) -> None:
     assert (cut_of(error, np.where(HALF == BETTER, 0.5, level)) is not None) == parted
 
 
-@pytest.mark.parametrize(("level", "error", "parted"), [(0.29, 0.3, True), (0.27, 0.3, False), (0.27, 0.5, True)])
+@pytest.mark.parametrize(
+    ("level", "less", "error", "parted"),
+    [(0.29, 0.15, 0.3, True), (0.27, 0.15, 0.3, False), (0.27, 0.15, 0.5, True), (0.27, 0.13, 0.3, True)],
+    ids=["something", "next to nothing", "four times the error", "twice what the others explain"],
+)
 def test_trusted_clients_explain_something_unless_the_groups_are_far_apart(
-    level: float, error: float, parted: bool
+    level: float, less: float, error: float, parted: bool
 ) -> None:
     errors = np.where(HALF == BETTER, 0.1, error)
-    assert (cut_of(errors, np.where(HALF == BETTER, level, 0.1)) is not None) == parted
+    assert (cut_of(errors, np.where(HALF == BETTER, level, less)) is not None) == parted
+
+
+@pytest.mark.parametrize(("spread", "parted"), [(1.75, False), (1.6, True)])
+def test_half_of_what_others_explain_is_enough_only_for_groups_that_are_far_apart(spread: float, parted: bool) -> None:
+    scatter = np.geomspace(1 / spread, spread, 10)
+    error, explained = np.concatenate([0.15 * scatter, 0.5 * scatter]), np.where(HALF == BETTER, 0.27, 0.1)
+    found = rule.likeliest(np.log(rule.doubts(error, explained)), range(2, 20), rule.VARIANCE, rule.WIDER)
+    assert found is not None and found[0] == 10 and (found[1] >= rule.HALF_LIKELIER) == parted
+    assert (cut_of(error, explained) is not None) == parted
 
 
 @pytest.mark.parametrize(("error", "parted"), [(0.09, False), (0.11, True)])
