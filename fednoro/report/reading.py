@@ -156,7 +156,7 @@ def read(path: str | Path) -> Recorded:
     run.environment = _attempt(run, "environment.json", _json, {})
     _attempt(run, "rounds.jsonl", lambda file: _read_rounds(run, file), None)
     run.ledger = _attempt(run, "clients.csv", _ledger, None)
-    if (folder / "flower.json").exists():  # nobody but the sites knows who holds what
+    if (folder / "flower.json").exists() and not (folder / "split.npz").exists():  # real sites: only they know
         run.sites = _attempt(run, "sites.json", _json, {})
     else:
         run.holdings = _attempt(run, "split.npz", _holdings, None)

@@ -17,6 +17,7 @@ from fednoro.config import dump, resolve
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
 from fednoro.methods import METHODS
+from fednoro.report.reading import read
 from fednoro.types import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,6 +164,17 @@ def test_coordinator_that_is_killed_goes_on_to_the_same_bits(method: str, tmp_pa
     assert (folder / "model.safetensors").read_bytes() == (whole.folder / "model.safetensors").read_bytes()
     assert (folder / "clients.csv").read_bytes() == (whole.folder / "clients.csv").read_bytes()
     assert lines(folder) == lines(whole.folder)
+
+
+def test_the_report_of_a_simulation_knows_the_truth(tmp_path: Path) -> None:
+    asked = settings("fednoro", f"out={tmp_path}", "noise.rate=0.5")
+    here = experiment.run(*asked, "name=here")
+    there = on_flower(MemoryGrid(app, nodes()), *asked, "name=there")
+    found, expected = read(there.folder), read(here.folder)
+    assert found.missing == [] and found.holdings is not None and expected.holdings is not None
+    assert found.holdings.noisy is not None and found.holdings.noisy.tolist() == expected.holdings.noisy.tolist()
+    page = (there.folder / "report.html").read_text(encoding="utf-8")
+    assert "the truth is not known" not in page and 'id="partition"' in page
 
 
 def test_finished_run_is_not_played_again(tmp_path: Path) -> None:
