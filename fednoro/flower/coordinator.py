@@ -78,11 +78,11 @@ def coordinate(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | Non
     resumed = str(run_config.get("resume", ""))
     if resumed:
         folder, config, options = _reopened(Path(resumed).expanduser())
-        watcher = tracked(config, watcher or LogWatcher())
     else:
         config, options = read_config(run_config), Deployment.read(run_config)
-        watcher = tracked(config, watcher or LogWatcher())
         folder = RunFolder(free_folder(config))
+    watcher = tracked(config, watcher or LogWatcher())
+    if not resumed:
         folder.create()
     try:
         with held(folder, watcher):
