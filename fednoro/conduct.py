@@ -32,6 +32,11 @@ class Watcher:
     def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
         """The federation stands and training begins, or goes on from `state`."""
 
+    def joined(
+        self, config: Config, folder: Path, classes: tuple[str, ...], sites: Sequence[str], state: State
+    ) -> None:
+        """The same with sites that keep their data to themselves; more `sites` may come later."""
+
     def progress(self, what: str, done: int, total: int) -> None:
         """Preparation has come this far."""
 

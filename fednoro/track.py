@@ -165,10 +165,18 @@ class Tracked(Watcher):
 
     def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
         self.other.started(config, folder, federation, state, engine)
-        self.begin(config, folder, federation.classes, federation.names, state)
+        self._begin(config, folder, federation.classes, federation.names, state)
 
-    def begin(self, config: Config, folder: Path, classes: tuple[str, ...], names: Sequence[str], state: State) -> None:
-        """The trackers begin, and get the rounds that the run has behind it; `names` may grow with the clients."""
+    def joined(
+        self, config: Config, folder: Path, classes: tuple[str, ...], sites: Sequence[str], state: State
+    ) -> None:
+        self.other.joined(config, folder, classes, sites, state)
+        self._begin(config, folder, classes, sites, state)
+
+    def _begin(
+        self, config: Config, folder: Path, classes: tuple[str, ...], names: Sequence[str], state: State
+    ) -> None:
+        """The trackers begin, and get the rounds that the run has behind it."""
         self._classes, self._names = class_tags(classes), names
         settings = flattened(yaml.safe_load(dump(config)))
         self._each(lambda tracker: tracker.begin(folder, settings))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from flower_grid import MemoryGrid
 from flwr.app import ArrayRecord
 from PIL import Image
 
-from fednoro.config import dump, resolve
+from fednoro.config import resolve
 from fednoro.explained import SENT
+from fednoro.flower.following import as_json
 from fednoro.methods import METHODS
 
 NAMES, CLASSES, IMAGES = ("north", "east", "south", "west"), ("a", "b", "c"), 24
@@ -53,7 +53,7 @@ def nodes(places: dict[str, Path], *names: str) -> dict[int, dict[str, Any]]:
 def start(out: Path, method: str, *overrides: str, **run_config: Any) -> dict[str, Any]:
     staged = ("method.warmup=2",) if "warmup" in METHODS[method].__dataclass_fields__ else ()
     chosen = (*TINY, f"method={method}", *staged, *SMALL.get(method, ()), f"out={out}", "name=run", *overrides)
-    config = json.dumps(yaml.safe_load(dump(resolve(chosen[0], chosen[1:]))))
+    config = as_json(resolve(chosen[0], chosen[1:]))
     return {
         "fednoro": config,
         "min-sites": 2,

@@ -35,7 +35,7 @@ from fednoro.models import Packed, initialise
 from fednoro.report import write_report
 from fednoro.rounds import Evaluation, Turn
 from fednoro.runs import RunFolder, environment, to_device
-from fednoro.track import Tracked, tracked
+from fednoro.track import tracked
 from fednoro.types import Failure, FedNoRoWarning, Reply, State, Task, UserError, Weights
 
 ATTEMPTS = 3  # at an evaluation that no site answers
@@ -144,8 +144,7 @@ class _Coordinator:
                 self.grid, self.roster, lambda: moment(self.folder, self.key, self.order), self.options.round_timeout
             )
             state = self._restored(exchange, ground)
-            if isinstance(self.watcher, Tracked):
-                self.watcher.begin(self.config, self.folder.path, classes, self.roster.sites, state)
+            self.watcher.joined(self.config, self.folder.path, classes, self.roster.sites, state)
             evaluate = ground.evaluate or SiteEvaluation(exchange, self.roster, len(classes))
             state = drive(self.folder, self.config, state, exchange, self.roster.clients, evaluate, self.watcher, {})
             result = finish(self.folder, self.config, ground.setting(), state, ground.net)

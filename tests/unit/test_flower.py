@@ -13,9 +13,10 @@ from flwr.app import Message
 
 from fednoro import experiment
 from fednoro.conduct import Run
-from fednoro.config import dump, resolve
+from fednoro.config import resolve
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
+from fednoro.flower.following import as_json
 from fednoro.methods import METHODS
 from fednoro.report.reading import read
 from fednoro.types import UserError
@@ -37,20 +38,14 @@ def settings(method: str, *more: str) -> tuple[str, ...]:
     return (*TINY, f"method={method}", *staged, *SMALL.get(method, ()), *more)
 
 
-def as_json(*overrides: str) -> str:
-    import yaml
-
-    source, *rest = overrides
-    return json.dumps(yaml.safe_load(dump(resolve(source, rest))))
-
-
 def nodes(count: int = K) -> dict[int, dict[str, Any]]:
     """Node ids that are in no order, as Flower's are."""
     return {(7919 * (k + 3)) % 1009: {"partition-id": k, "num-partitions": count} for k in reversed(range(count))}
 
 
 def on_flower(grid: MemoryGrid, *overrides: str, **run_config: Any) -> Run:
-    return coordinate(grid, {"fednoro": as_json(*overrides), "round-timeout": 60.0, **run_config})
+    source, *rest = overrides
+    return coordinate(grid, {"fednoro": as_json(resolve(source, rest)), "round-timeout": 60.0, **run_config})
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -87,15 +82,10 @@ def test_verdicts_by_the_others_heads_are_those_of_a_run_in_one_process(
     """More clients than explained shares decide about alone."""
     asked = (*settings(method, "partition.clients=6", "data.images=240"), *rule, f"out={tmp_path}")
     here = experiment.run(*asked, "name=here")
-    sums: list[tuple[int, ...]] = []
-
-    def tamper(task: Message, reply: Message) -> Message:
-        found = reply.content.array_records.values() if reply.has_content() else ()
-        sums.extend(record["products"].numpy().shape for record in found if "products" in record)
-        return reply
-
-    there = on_flower(MemoryGrid(app, nodes(6), tamper), *asked, "name=there")
-    assert sums == [(side, side)] * 6
+    grid = MemoryGrid(app, nodes(6))
+    there = on_flower(grid, *asked, "name=there")
+    records = [record for message in grid.received for record in message.content.array_records.values()]
+    assert [record["products"].numpy().shape for record in records if "products" in record] == [(side, side)] * 6
     assert there.detection == here.detection and here.detection is not None
     assert all("areas" in row for row in here.detection["clients"].values())
     assert (there.folder / "model.safetensors").read_bytes() == (here.folder / "model.safetensors").read_bytes()

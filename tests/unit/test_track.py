@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from flower_grid import MemoryGrid
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,10 +18,11 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 import fednoro
 from fednoro import track
-from fednoro.config import dump, resolve
+from fednoro.config import resolve
 from fednoro.experiment import Run, Watcher
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
+from fednoro.flower.following import as_json
 from fednoro.rounds import Turn
 from fednoro.types import UserError
 
@@ -75,7 +75,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> dict[str
 def _on_flower(source: str, *overrides: str) -> Run:
     """Stopped after a round, and resumed."""
     nodes = {100 + k: {"partition-id": k, "num-partitions": 5} for k in range(5)}
-    asked = {"fednoro": json.dumps(yaml.safe_load(dump(resolve(source, overrides)))), "round-timeout": 60.0}
+    asked = {"fednoro": as_json(resolve(source, overrides)), "round-timeout": 60.0}
     with pytest.raises(KeyboardInterrupt):
         coordinate(MemoryGrid(app, nodes), asked, watcher=Stops(after=5))
     assert _mlflow(Path("flower/run"))[1].info.status == "KILLED"
