@@ -11,6 +11,9 @@ from fednoro.options import Options, option
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_DEVIATION = 0.449, 0.226
 
+FURTHER = "further"  # a task's setting: how many times as far its images are turned and shifted
+FARTHEST = 180.0, 0.25  # by that, in degrees and in sides: of an image that is shifted further, too little is left
+
 
 def normalisation(inputs: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of each of a network's input channels."""
@@ -30,6 +33,15 @@ class Augment(Options):
     @property
     def active(self) -> bool:
         return bool(self.rotate or self.translate or self.flip)
+
+    def further(self, times: float) -> tuple[float, float, float]:
+        """By how much the angle and both shifts grow if images are moved so many times as far, up to `FARTHEST`."""
+        grown = (
+            max(1.0, min(times, most / own)) if own else 1.0
+            for own, most in zip((self.rotate, self.translate), FARTHEST, strict=True)
+        )
+        angle, shift = grown
+        return angle, shift, shift
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class EagerSite:
         lane.net.net.train()
         with engine.seeded(task, self.client):
             count = options.epochs if epochs is None else epochs
-            for epoch in schedule(engine.seed, task, self.client, self.size, draws, count):
+            for epoch in schedule(engine.seed, task, self.client, self.size, draws, count, options.augment):
                 order, u = torch.from_numpy(epoch.order).to(device), torch.from_numpy(epoch.u).to(device)
                 for first, last, _ in blocks(batches(self.size, options.batch), engine.room):
                     index, uniforms = order[first:last], u[first:last]

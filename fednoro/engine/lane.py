@@ -20,7 +20,7 @@ from fednoro.models import Packed
 from fednoro.models.networks import Convolution
 from fednoro.models.products import Spare
 from fednoro.seeds import generator
-from fednoro.training import Training
+from fednoro.training import FURTHER, Augment, Training
 from fednoro.types import IntArray, Task, UserError, Weights
 
 EVALUATION_BATCH = 512
@@ -170,11 +170,17 @@ class Epoch:
     u: np.ndarray[tuple[int, int], np.dtype[np.float32]]  # N×(DRAWS + draws)
 
 
-def schedule(seed: int, task: Task, client: int, size: int, draws: int, epochs: int) -> Iterator[Epoch]:
+def schedule(
+    seed: int, task: Task, client: int, size: int, draws: int, epochs: int, augment: Augment
+) -> Iterator[Epoch]:
     """All that is random in a client's training, the same on every engine."""
     rng = generator(seed, task.name, task.round, client)
+    times = augment.further(float(task.settings.get(FURTHER, 1.0)))
     for _ in range(epochs):
-        yield Epoch(rng.permutation(size), rng.random((size, DRAWS + draws), dtype=np.float32))
+        order, u = rng.permutation(size), rng.random((size, DRAWS + draws), dtype=np.float32)
+        if times != (1.0, 1.0, 1.0):  # ½ moves an image nowhere
+            u[:, :3] = 0.5 + (u[:, :3] - 0.5) * np.array(times, dtype=np.float32)
+        yield Epoch(order, u)
 
 
 def batches(size: int, batch: int) -> list[int]:

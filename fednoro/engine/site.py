@@ -57,8 +57,9 @@ class CudaSite(EagerSite):
         rows: Mapping[str, Tensor] | None = None,
     ) -> tuple[Weights, Tensor]:
         """See `EagerSite.train`."""
-        count = self.engine.training.epochs if epochs is None else epochs
-        drawn = list(schedule(self.engine.seed, task, self.client, self.size, draws, count))
+        options = self.engine.training
+        count = options.epochs if epochs is None else epochs
+        drawn = list(schedule(self.engine.seed, task, self.client, self.size, draws, count, options.augment))
         request = Request(task, self.data, loss, aux, draws, rows or {}, drawn, self.lane)
         if self.stacked:
             return self._ask(request)  # type: ignore[no-any-return]

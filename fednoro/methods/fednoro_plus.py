@@ -28,7 +28,9 @@ mistakes for independent of the image, is given a share (`opinion` o below 1):
     r_i(y) ∝ p_i(y) T_k(y, ȳ_i),   T_k(y, ·) ∝ Σ_i r_i(y) 1[ȳ_i = ·] + 2 I + 2/C,   q_i = o p_i + (1 − o) r_i
 
 Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) + log π_k)_y with
-π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo.
+π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo. Where images have no
+upright, as those of skin lesions, all clients turn and shift theirs `further` now than the teacher did: students that
+see more than their teacher end ahead of it.
 
 Each choice can be taken back: `detector` (heads on a sketch of the features, or explained shares alone), `second_look`
 (one verdict), `ema` 0 (the last model as teacher), `views` 0 (plain images), `opinion` (0: EM alone), `correct_every`
@@ -72,6 +74,7 @@ from fednoro.methods.fedavg import Method
 from fednoro.methods.fednoro import by_distance
 from fednoro.options import option
 from fednoro.seeds import generator
+from fednoro.training import FURTHER
 from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, Site, State, Step, Task, UserError
 from fednoro.verdicts import unscored, verdicts
 
@@ -106,6 +109,12 @@ class FedNoRoPlus(Method):
     correct_every: int | None = option(None, "rounds after which labels are corrected anew; default: never", ge=1)
     targets: Literal["soft", "hard", "distil"] = option("soft", "what noisy clients learn in the end")
     aggregation: Literal["distance", "size"] = option("distance", "what models are weighted by in the end")
+    further: float = option(
+        1.0,
+        "in the end, how many times as far as train.augment says images are turned and shifted; more than 1 is for "
+        "images that have no upright, such as skin lesions",
+        ge=1,
+    )
     noisy: tuple[int, ...] | None = option(None, "clients known to be noisy, as [0, 3]; default: they are looked for")
 
     def check(self, rounds: int) -> None:
@@ -166,12 +175,12 @@ class FedNoRoPlus(Method):
                 drawn = rng.choice(np.array(clean), min(len(clean), len(clients.drawn)), replace=False)
                 chosen = tuple(sorted(int(k) for k in drawn))
             return {k: Task("train", state.round, state.model) for k in chosen}
-        if self.targets == DISTIL:
-            return {k: Task("train", state.round, state.model, {DISTIL: True} if k in noisy else {}) for k in chosen}
-        waiting = [k for k in chosen if k in noisy and self._due(state, k)]
+        waiting = [k for k in chosen if k in noisy and self._due(state, k)] if self.targets != DISTIL else []
         if waiting and state.memo.get("corrected_in") != state.round:  # who does not answer is asked in a later round
             return {k: Task("correct", state.round, state.kept.get(TEACHER, state.model)) for k in waiting}
-        return {k: Task("train", state.round, state.model, {SOFT: True} if k in noisy else {}) for k in chosen}
+        learnt = {DISTIL if self.targets == DISTIL else SOFT: True}
+        moved = {FURTHER: self.further} if self.further > 1 and self._flagged(state) else {}
+        return {k: Task("train", state.round, state.model, {**moved, **(learnt if k in noisy else {})}) for k in chosen}
 
     def _purging(self, state: State) -> bool:
         """Whether noisy clients are still left out; once their labels are corrected, they are not."""
@@ -192,6 +201,10 @@ class FedNoRoPlus(Method):
     def _suspects(self, state: State, clients: Collection[int]) -> set[int]:
         return suspects(state, clients) if self.noisy is None else {k for k in clients if k in self.noisy}
 
+    def _flagged(self, state: State) -> bool:
+        """Whether there are clients that are trusted less than others."""
+        return bool(self._suspects(state, verdicts(state)) if self.noisy is None else self.noisy)
+
     def _due(self, state: State, client: int) -> bool:
         done = state.memo.get(CORRECTED, {}).get(str(client))
         return done is None or (self.correct_every is not None and state.round - done >= self.correct_every)
@@ -208,7 +221,7 @@ class FedNoRoPlus(Method):
         if state.round < self.warmup:
             return replace(super().fold(state, replies), stage="warm-up")
         noisy = self._suspects(state, replies.asked)
-        flagged = bool(self._suspects(state, verdicts(state)) if self.noisy is None else self.noisy)
+        flagged = self._flagged(state)
         if self._purging(state):
             if noisy:
                 warnings.warn("no clean client to train on: noisy ones take part", FedNoRoWarning, stacklevel=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ from fednoro.engine.images import Images
 from fednoro.engine.lane import schedule
 from fednoro.methods import Method
 from fednoro.models import Packed
-from fednoro.training import Augment, Training
+from fednoro.training import FURTHER, Augment, Training
 from fednoro.types import Failure, Reply, Site, Step, Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -413,7 +413,7 @@ def test_images_can_be_told_to_stay_where_they_are() -> None:
 
 def test_an_epochs_order_is_its_own_and_the_same_for_every_engine() -> None:
     def drawn() -> Iterator[Any]:
-        return schedule(SEED, Task("train", 2, START), 1, 9, 2, 3)
+        return schedule(SEED, Task("train", 2, START), 1, 9, 2, 3, Augment())
 
     epochs, again = list(drawn()), list(drawn())
     assert len(epochs) == 3
@@ -422,3 +422,38 @@ def test_an_epochs_order_is_its_own_and_the_same_for_every_engine() -> None:
         assert one.u.shape == (9, 6) and one.u.dtype == np.float32
         assert np.array_equal(one.order, other.order) and np.array_equal(one.u, other.u)
     assert len({tuple(epoch.order.tolist()) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_task_can_have_images_turned_and_shifted_further(kind: str) -> None:
+    seen, narrow, wide = [], Augment(10, 0.02, True), Augment(60, 0.12, True)
+    for augment, times in ((narrow, 6.0), (wide, 1.0), (narrow, 1.0)):
+        lab, recorder = engine(kind, training=replace(TRAINING, augment=augment)), Recorder()
+        shown(lab.site(lab.clients[2]), recorder, replace(TASKS[2], settings={FURTHER: times}))
+        seen.append(recorder.seen)
+    for moved, expected, usual in zip(*seen, strict=True):
+        assert torch.equal(moved["index"], expected["index"])
+        torch.testing.assert_close(moved["x"], expected["x"], rtol=0, atol=1e-4)
+        assert not torch.allclose(moved["x"], usual["x"], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("augment", "times", "expected"),
+    [
+        (Augment(10, 0.02, True), 6.0, (6.0, 6.0, 6.0)),
+        (Augment(10, 0.02), 100.0, (18.0, 12.5, 12.5)),  # half a turn, a quarter of the side
+        (Augment(180, 0.5), 6.0, (1.0, 1.0, 1.0)),  # farther than that already
+        (Augment(0, 0.1), 2.0, (1.0, 2.0, 2.0)),
+        (Augment(), 6.0, (1.0, 1.0, 1.0)),
+    ],
+)
+def test_images_are_moved_no_further_than_there_is_something_to_see(
+    augment: Augment, times: float, expected: tuple[float, ...]
+) -> None:
+    assert augment.further(times) == pytest.approx(expected)
+    task, size = Task("train", 2, START, {FURTHER: times}), 9
+    (usual,) = schedule(SEED, replace(task, settings={}), 1, size, 2, 1, augment)
+    (moved,) = schedule(SEED, task, 1, size, 2, 1, augment)
+    grown = np.array([*expected, 1, 1, 1])
+    np.testing.assert_allclose(moved.u - 0.5, (usual.u - 0.5) * grown, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(moved.order, usual.order) and np.array_equal(moved.u[:, 3:], usual.u[:, 3:])

@@ -18,7 +18,7 @@ from fednoro.engine.request import Request
 from fednoro.methods import Method
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
-from fednoro.training import Training
+from fednoro.training import Augment, Training
 from fednoro.types import FedNoRoWarning, Reply, Site, State, Task, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,7 +120,7 @@ def test_others_have_their_turn_after_so_many_steps_however_many_fit_into_a_bloc
     client, task = lab.clients[0], Task("train", 0, START)
     monkeypatch.setattr(lab.lane, "block", min(lab.lane.block, room * BATCH))
     size = len(client.index)
-    epochs = list(schedule(0, task, 0, size, 0, 2))
+    epochs = list(schedule(0, task, 0, size, 0, 2, Augment()))
     turns: list[int] = []
     request = Request(task, client, Method().loss, {}, 0, {}, epochs, lab.lane)
     request.train_alone(lab.images, lambda: turns.append(1))

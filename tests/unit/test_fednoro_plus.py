@@ -28,7 +28,7 @@ from fednoro.methods.fednoro_plus import CORRECTED, SOFT, TEACHER
 from fednoro.privacy import Protection, protect
 from fednoro.rounds import Evaluation, Turn, play
 from fednoro.runs import RunFolder
-from fednoro.training import Augment, Training
+from fednoro.training import FURTHER, Augment, Training
 from fednoro.types import Clients, Failure, Reply, State, Task, UserError, Weights
 from fednoro.verdicts import SCORED, verdicts
 
@@ -190,6 +190,23 @@ def test_distillation_takes_the_place_of_correction_on_noisy_clients() -> None:
     expected = other.work(replace(tasks[3], settings={"lam": 0.8}), site).weights
     found = method.work(tasks[3], site).weights
     assert expected is not None and found is not None and same(found, expected)
+
+
+@pytest.mark.parametrize("targets", ["soft", "distil"])
+def test_images_are_moved_further_in_the_end_alone_and_at_every_client(targets: Any) -> None:
+    lab, asked = Lab((3, 4)), list[tuple[int, dict[int, Any]]]()
+    moved = replace(METHOD, further=6, targets=targets)
+    exchange = lab.exchange
+
+    def noted(method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
+        if next(iter(tasks.values())).name == "train":
+            asked.append((tasks[0].round, {k: task.settings.get(FURTHER) for k, task in tasks.items()}))
+        return exchange(method, tasks)
+
+    lab.exchange = noted  # type: ignore[method-assign]
+    lab.play(moved)
+    assert [number for number, said in asked if any(said.values())] == [7, 8]
+    assert all(said == dict.fromkeys(range(CLIENTS), 6) for number, said in asked if number >= 7)
 
 
 def test_models_are_weighed_by_size_where_distance_shall_not_count() -> None:
