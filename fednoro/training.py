@@ -11,8 +11,8 @@ from fednoro.options import Options, option
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_DEVIATION = 0.449, 0.226
 
-FURTHER = "further"  # a task's setting: how many times as far its images are turned and shifted
-FARTHEST = 180.0, 0.25  # by that, in degrees and in sides: of an image that is shifted further, too little is left
+FURTHER = "augment.further"  # a task's setting: how many times as far its images are turned and shifted
+FARTHEST_TURN, FARTHEST_SHIFT = 180.0, 0.25  # by that, in degrees and in sides
 
 
 def normalisation(inputs: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -34,14 +34,13 @@ class Augment(Options):
     def active(self) -> bool:
         return bool(self.rotate or self.translate or self.flip)
 
-    def further(self, times: float) -> tuple[float, float, float]:
-        """By how much the angle and both shifts grow if images are moved so many times as far, up to `FARTHEST`."""
-        grown = (
-            max(1.0, min(times, most / own)) if own else 1.0
-            for own, most in zip((self.rotate, self.translate), FARTHEST, strict=True)
-        )
-        angle, shift = grown
-        return angle, shift, shift
+    def spread(self, times: float) -> tuple[float, float]:
+        """By how much angles and shifts grow if images are moved so many times as far, within the limits above."""
+
+        def grown(own: float, most: float) -> float:
+            return max(1.0, min(times, most / own)) if own else 1.0
+
+        return grown(self.rotate, FARTHEST_TURN), grown(self.translate, FARTHEST_SHIFT)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def _like(tensor: Tensor, gradient: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The order in which a client's images come, and their uniforms."""
+    """The order in which a client's images come, and their uniforms; beyond [0, 1] for images that move further."""
 
     order: IntArray  # N
     u: np.ndarray[tuple[int, int], np.dtype[np.float32]]  # N×(DRAWS + draws)
@@ -175,11 +175,11 @@ def schedule(
 ) -> Iterator[Epoch]:
     """All that is random in a client's training, the same on every engine."""
     rng = generator(seed, task.name, task.round, client)
-    times = augment.further(float(task.settings.get(FURTHER, 1.0)))
+    angle, shift = augment.spread(float(task.settings.get(FURTHER, 1.0)))
+    times = np.array([angle, shift, shift], dtype=np.float32)
     for _ in range(epochs):
         order, u = rng.permutation(size), rng.random((size, DRAWS + draws), dtype=np.float32)
-        if times != (1.0, 1.0, 1.0):  # ½ moves an image nowhere
-            u[:, :3] = 0.5 + (u[:, :3] - 0.5) * np.array(times, dtype=np.float32)
+        u[:, :3] = 0.5 + (u[:, :3] - 0.5) * times  # ½ moves an image nowhere; times 1 they stay as they are, to the bit
         yield Epoch(order, u)
 
 

@@ -28,14 +28,13 @@ mistakes for independent of the image, is given a share (`opinion` o below 1):
     r_i(y) ∝ p_i(y) T_k(y, ȳ_i),   T_k(y, ·) ∝ Σ_i r_i(y) 1[ȳ_i = ·] + 2 I + 2/C,   q_i = o p_i + (1 − o) r_i
 
 Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) + log π_k)_y with
-π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo. Where images have no
-upright, as those of skin lesions, all clients turn and shift theirs `further` now than the teacher did: students that
-see more than their teacher end ahead of it.
+π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo. With `further` above
+1, for images that have no upright, all clients turn and shift theirs so many times as far as they did before.
 
 Each choice can be taken back: `detector` (heads on a sketch of the features, or explained shares alone), `second_look`
 (one verdict), `ema` 0 (the last model as teacher), `views` 0 (plain images), `opinion` (0: EM alone), `correct_every`
 (not once), `targets` (hard labels, or FedNoRo's distillation with both sides adjusted in place of corrected labels),
-`aggregation` (by size alone).
+`aggregation` (by size alone), `further` 1 (its default: images are moved alike in all stages).
 """
 
 from __future__ import annotations
@@ -111,8 +110,9 @@ class FedNoRoPlus(Method):
     aggregation: Literal["distance", "size"] = option("distance", "what models are weighted by in the end")
     further: float = option(
         1.0,
-        "in the end, how many times as far as train.augment says images are turned and shifted; more than 1 is for "
-        "images that have no upright, such as skin lesions",
+        "in the end, where some clients are flagged, how many times as far as train.augment says images are turned "
+        "and shifted, up to half a turn and a quarter of the side; above 1 for images without an upright, such as "
+        "skin lesions",
         ge=1,
     )
     noisy: tuple[int, ...] | None = option(None, "clients known to be noisy, as [0, 3]; default: they are looked for")
@@ -179,7 +179,7 @@ class FedNoRoPlus(Method):
         if waiting and state.memo.get("corrected_in") != state.round:  # who does not answer is asked in a later round
             return {k: Task("correct", state.round, state.kept.get(TEACHER, state.model)) for k in waiting}
         learnt = {DISTIL if self.targets == DISTIL else SOFT: True}
-        moved = {FURTHER: self.further} if self.further > 1 and self._flagged(state) else {}
+        moved = {FURTHER: self.further} if self.further > 1 and self._parted(state) else {}
         return {k: Task("train", state.round, state.model, {**moved, **(learnt if k in noisy else {})}) for k in chosen}
 
     def _purging(self, state: State) -> bool:
@@ -201,8 +201,8 @@ class FedNoRoPlus(Method):
     def _suspects(self, state: State, clients: Collection[int]) -> set[int]:
         return suspects(state, clients) if self.noisy is None else {k for k in clients if k in self.noisy}
 
-    def _flagged(self, state: State) -> bool:
-        """Whether there are clients that are trusted less than others."""
+    def _parted(self, state: State) -> bool:
+        """Whether a verdict flags some clients and trusts others, or `noisy` names any."""
         return bool(self._suspects(state, verdicts(state)) if self.noisy is None else self.noisy)
 
     def _due(self, state: State, client: int) -> bool:
@@ -221,7 +221,7 @@ class FedNoRoPlus(Method):
         if state.round < self.warmup:
             return replace(super().fold(state, replies), stage="warm-up")
         noisy = self._suspects(state, replies.asked)
-        flagged = self._flagged(state)
+        flagged = self._parted(state)
         if self._purging(state):
             if noisy:
                 warnings.warn("no clean client to train on: noisy ones take part", FedNoRoWarning, stacklevel=2)

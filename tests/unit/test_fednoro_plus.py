@@ -194,19 +194,31 @@ def test_distillation_takes_the_place_of_correction_on_noisy_clients() -> None:
 
 @pytest.mark.parametrize("targets", ["soft", "distil"])
 def test_images_are_moved_further_in_the_end_alone_and_at_every_client(targets: Any) -> None:
-    lab, asked = Lab((3, 4)), list[tuple[int, dict[int, Any]]]()
-    moved = replace(METHOD, further=6, targets=targets)
-    exchange = lab.exchange
+    moved = moves(Lab((3, 4)), replace(METHOD, further=6, targets=targets))
+    assert {(name, number) for name, number, said in moved if any(said.values())} == {("train", 7), ("train", 8)}
+    assert all(
+        said == dict.fromkeys(range(CLIENTS), 6) for name, number, said in moved if name == "train" and number > 6
+    )
+    assert ("correct" in {name for name, *_ in moved}) == (targets == "soft"), "the teacher sees them as they were"
+
+
+@pytest.mark.parametrize("noisy", [(), range(CLIENTS)], ids=["nobody flagged", "everybody flagged"])
+def test_images_are_moved_no_further_where_nobody_is_told_apart(noisy: Sequence[int]) -> None:
+    assert not any(any(said.values()) for *_, said in moves(Lab(noisy), replace(METHOD, further=6)))
+
+
+def moves(lab: Lab, method: Method) -> list[tuple[str, int, dict[int, Any]]]:
+    """Task and round of each exchange of a run, and how much further who was told to move images."""
+    found, exchange = list[tuple[str, int, dict[int, Any]]](), lab.exchange
 
     def noted(method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
-        if next(iter(tasks.values())).name == "train":
-            asked.append((tasks[0].round, {k: task.settings.get(FURTHER) for k, task in tasks.items()}))
+        first = next(iter(tasks.values()))
+        found.append((first.name, first.round, {k: task.settings.get(FURTHER) for k, task in tasks.items()}))
         return exchange(method, tasks)
 
     lab.exchange = noted  # type: ignore[method-assign]
-    lab.play(moved)
-    assert [number for number, said in asked if any(said.values())] == [7, 8]
-    assert all(said == dict.fromkeys(range(CLIENTS), 6) for number, said in asked if number >= 7)
+    lab.play(method)
+    return found
 
 
 def test_models_are_weighed_by_size_where_distance_shall_not_count() -> None:
