@@ -21,6 +21,10 @@ _PIECES = (
 )  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_PIECES])
+
+
 def __getattr__(name: str) -> Any:
     # The pieces (losses, detect, aggregate, …) import without the configuration's dependencies.
     if name == "load_model":

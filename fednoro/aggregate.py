@@ -94,7 +94,7 @@ def daagg_weights(
     Args:
         models: see `nearest_clean`.
         sizes: samples N_k of each client.
-        noisy: one boolean per client.
+        noisy: one boolean per client, not the numbers of the noisy ones.
         distance: see `nearest_clean`.
         segments: see `nearest_clean`.
     """
@@ -258,9 +258,15 @@ def _nearest(vectors: Sequence[Tensor], sizes: list[int], flagged: Tensor) -> Te
 
 
 def _flags(noisy: ArrayLike | Tensor, k: int) -> Tensor:
-    flagged = torch.as_tensor(noisy, dtype=torch.bool, device="cpu")
-    if flagged.shape != (k,):
-        raise UserError(f"noisy must have one entry per model ({k}), got shape {tuple(flagged.shape)}")
+    given = torch.as_tensor(noisy, device="cpu")
+    if given.shape != (k,):
+        raise UserError(f"noisy must have one entry per model ({k}), got shape {tuple(given.shape)}")
+    flagged = given.bool()
+    if not torch.equal(flagged.to(given), given):
+        raise UserError(
+            f"noisy must say for each client whether it is, got {given.tolist()}: "
+            f"with client numbers, [k in numbers for k in range({k})]"
+        )
     return flagged
 
 

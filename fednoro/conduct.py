@@ -68,6 +68,11 @@ class Run:
     seconds: float
     best_by_validation: float | None = None  # of the round that is best on the validation part, where there is one
 
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name}={getattr(self, name):.4f}" for name in ("best", "last", "final"))
+        flagged = "" if self.detection is None else f", flagged={self.detection['flagged']}"
+        return f"Run({str(self.folder)!r}, {figures}{flagged})"
+
     @cached_property
     def federation(self) -> Federation:
         return Federation.load(self.folder / "split.npz")

@@ -226,6 +226,10 @@ def test_mistakes_in_the_arguments_are_named() -> None:
         daagg_weights(models, SIZES[:4], NOISY)
     with pytest.raises(UserError, match=r"noisy must have one entry per model \(5\), got shape \(4,\)"):
         daagg_weights(models, SIZES, NOISY[:4])
+    numbers = r"got \[0, 2, 3, 1, 4\]: with client numbers, \[k in numbers for k in range\(5\)\]"
+    with pytest.raises(UserError, match=f"noisy must say for each client whether it is, {numbers}"):
+        daagg_weights(models, SIZES, [0, 2, 3, 1, 4])
+    assert torch.equal(daagg_weights(models, SIZES, NOISY), daagg_weights(models, SIZES, [int(f) for f in NOISY]))
     with pytest.raises(UserError, match="sizes must be positive, got 0 for client 2"):
         daagg_weights(models, [1, 1, 0, 1, 1], NOISY)
     with pytest.raises(UserError, match=r"floating-point K×P matrix, got torch.float32 of shape \(20,\)"):

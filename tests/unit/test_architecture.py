@@ -168,3 +168,9 @@ def test_torchvision_is_never_imported() -> None:
 def test_the_pieces_are_reached_from_the_package() -> None:
     code = "import fednoro; print(fednoro.detect.NoisyClientDetector, fednoro.partition.iid, fednoro.losses.distill)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_package_tells_what_it_has() -> None:
+    names = dir(fednoro)
+    assert {"run", "resume", "load", "detect", "losses"} <= set(names)
+    assert all(getattr(fednoro, name) is not None for name in names)

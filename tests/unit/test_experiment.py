@@ -34,6 +34,10 @@ def test_a_client_that_was_never_judged_counts_as_flagged_as_it_was_trained(tmp_
     assert found["recall"] == len(flagged & noisy) / len(noisy)
     assert found["precision"] == len(flagged & noisy) / len(flagged)
     assert found["exact"] == (flagged == noisy)
+    assert repr(run) == (
+        f"Run({str(run.folder)!r}, best={run.best:.4f}, last={run.last:.4f}, final={run.final:.4f}, "
+        f"flagged={found['flagged']})"
+    )
 
 
 def test_where_nobody_is_noisy_no_annotator_and_no_engine_is_made(
