@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
-import re
+import os
 import shlex
+import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
-from fednoro import deliver
+from fednoro import deliver, listing, prepare
 from fednoro.audit import command as audit
 from fednoro.bench.command import bench
 from fednoro.flower import command as flower
@@ -89,18 +89,61 @@ def _main(
 _ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 Items = Annotated[list[str] | None, typer.Argument(metavar="[PRESET|FILE] [KEY=VALUE]...", show_default=False)]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings, errors and the table of several seeds.")]
+SeedsQuiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Only warnings, errors and the table of several seeds.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")]
 
 
 def _sorted_out(items: list[str] | None) -> tuple[str, list[str]]:
+    _refuse_torn(items or [])
     plain = [item for item in items or [] if "=" not in item]
     if len(plain) > 1:
         raise UserError(f"one preset or file at a time, got {' and '.join(plain)}; overrides look like key=value")
     return (plain or ["digits"])[0], [item for item in items or [] if "=" in item]
 
 
+def _refuse_torn(items: list[str]) -> None:
+    """An unquoted `method.noisy=[0, 3]` arrives in two parts."""
+
+    def is_open(text: str) -> bool:
+        value = text.partition("=")[2]
+        return value[:1] in ("[", "{") and any(value.count(a) > value.count(b) for a, b in ("[]", "{}"))
+
+    for i, item in enumerate(items):
+        if is_open(item):
+            joined = [" ".join(items[i:end]) for end in range(i + 2, len(items) + 1)]
+            if whole := next((text for text in joined if not is_open(text)), None):
+                raise UserError(f"the shell has split {whole} at its spaces: quote it, as in {shlex.quote(whole)}")
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM, a scheduler's warning, stops a run as Ctrl-C does; further ones are ignored while it is saved."""
+    received, owner = [], os.getpid()
+
+    def stop(number: int, _: object) -> None:
+        if os.getpid() != owner:  # forked from here, with this handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        signal.signal(number, signal.SIG_IGN)
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if received:
+            raise typer.Exit(128 + received[0]) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @app.command(help=RUN_HELP)
-def run(items: Items = None, quiet: Quiet = False) -> None:
+def run(items: Items = None, quiet: SeedsQuiet = False) -> None:
     from fednoro import experiment
     from fednoro.config import resolve, seeds
     from fednoro.display import Terminal, seeds_table
@@ -114,7 +157,8 @@ def run(items: Items = None, quiet: Quiet = False) -> None:
     for config in configs:
         terminal = Terminal(console, quiet)
         try:
-            finished.append(experiment.run(config, watcher=terminal))
+            with _stopped_by_sigterm():
+                finished.append(experiment.run(config, watcher=terminal))
         finally:
             terminal.close()
     if len(finished) > 1:
@@ -141,7 +185,8 @@ def resume(
     console = Console(emoji=False)
     terminal = Terminal(console, quiet)
     try:
-        done = experiment.resume(folder, watcher=terminal)
+        with _stopped_by_sigterm():
+            done = experiment.resume(folder, watcher=terminal)
     finally:
         terminal.close()
     if already:
@@ -150,76 +195,7 @@ def resume(
         terminal.finished(done)
 
 
-PREPARE_HELP = """Decode a data set once into a memory-mapped cache, with a manifest of what it holds.
-
-NAME is folder, isic2019, ham10000, ich or medmnist. Files that cannot be read are left out and listed. It goes on
-where a stopped preparation was, and does nothing twice.
-
-[bold]Examples[/]
-
-  fednoro prepare folder --from ~/images --size 64               one folder per class
-
-  fednoro prepare folder --from ~/images csv=labels.csv          a CSV of path,label[,id][,site][,group]
-
-  fednoro prepare isic2019 --from ~/ISIC2019                     the official archives
-
-  fednoro prepare ich --from ~/rsna window=triple
-
-  fednoro prepare ham10000 --from ~/HAM10000 --size 64 classes=8
-
-[bold]fednoro ls data[/] shows every source with its options.
-"""
-
-
-@app.command(help=PREPARE_HELP)
-def prepare(
-    name: Annotated[str, typer.Argument(help="The data source.", show_default=False)],
-    source: Annotated[str, typer.Option("--from", help="The folder, archive or file as it was downloaded.")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
-    size: Annotated[int | None, typer.Option(help="Height and width in pixels.")] = None,
-    to: Annotated[str | None, typer.Option(help="Where caches are kept; $FEDNORO_CACHE or ~/.cache/fednoro.")] = None,
-    quiet: Quiet = False,
-) -> None:
-    from fednoro.config import presets, resolve
-    from fednoro.data import SOURCES
-    from fednoro.data.cache import Preparable
-    from fednoro.data.cache import prepare as make
-    from fednoro.display import Terminal, prepared_table
-
-    if name not in SOURCES:
-        takes = ", ".join(known for known, kind in SOURCES.items() if issubclass(kind, Preparable))
-        raise UserError(f"prepare takes one of {takes}, got {name!r}")
-    if not issubclass(SOURCES[name], Preparable):
-        raise UserError(f"{name} needs no preparation: its images are used as they are")
-    if wrong := [item for item in options or [] if "=" not in item]:
-        raise UserError(f"options look like key=value, got {wrong[0]!r}")
-    given = list(options or [])
-    given += [] if size is None else [f"size={size}"]
-    given += [] if to is None else [f"cache={_quoted(to)}"]
-    # A preset of that name sets the options, so that a later `fednoro run NAME data.path=…` finds this cache.
-    preset = name if name in presets() else "digits"
-    overrides = [f"data={name}", *(f"data.{item}" for item in [f"path={_quoted(source)}", *given])]
-    console = Console(emoji=False)
-    terminal = Terminal(console, quiet)
-    try:
-        done = make(resolve(preset, overrides).data, terminal.progress)
-    except KeyboardInterrupt:
-        terminal.close()
-        console.print("stopped; the same command goes on from here", highlight=False)
-        raise
-    finally:
-        terminal.close()
-    if not quiet:
-        console.print(prepared_table(done), soft_wrap=True)
-        # The paper's presets add noise to clean labels; a user's own labels are what they are.
-        chosen = overrides[1:] if preset == name else [*overrides, "noise=none"]
-        again = " ".join(shlex.quote(item) for item in chosen)
-        console.print(f"use it with: fednoro run {preset} {again}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _quoted(text: str) -> str:
-    # Overrides are read as YAML, where a path such as `a: b` would be a mapping.
-    return json.dumps(text, ensure_ascii=False)
+app.command(help=prepare.HELP)(prepare.prepare)
 
 
 @app.command()
@@ -234,71 +210,7 @@ def config(items: Items = None) -> None:
     typer.echo(dump(resolve(source, overrides)), nl=False)
 
 
-@app.command("ls")
-def listing(
-    what: Annotated[
-        str | None, typer.Argument(help="methods, data, partitions, noise, models, presets, split, train or general.")
-    ] = None,
-) -> None:
-    """List what can be chosen, with every option, its default and its meaning.
-
-    WHAT is methods, data, partitions, noise, models, presets, split, train or general; without it, names alone.
-
-    Example: fednoro ls methods
-    """
-    from fednoro.config import REGISTRIES, SINGLE, General, presets
-    from fednoro.training import Augment
-
-    kinds: dict[str, dict[str, type[Any]]] = {
-        name: dict(REGISTRIES[section])
-        for name, section in {
-            "methods": "method",
-            "data": "data",
-            "partitions": "partition",
-            "noise": "noise",
-            "models": "model",
-        }.items()
-    }
-    kinds |= {name: {name: kind} for name, kind in SINGLE.items()} | {"general": {"general": General}}
-    kinds["train"] |= {"train.augment": Augment}
-    console = Console(emoji=False)
-    if what is None:
-        table = Table("fednoro ls …", "what there is", box=None)
-        for name, choices in {**{name: [*known] for name, known in kinds.items()}, "presets": [*presets()]}.items():
-            table.add_row(name, "its options" if name in choices else escape(", ".join(choices)))
-        console.print(table)
-        return
-    if what == "presets":
-        table = Table("preset", "what it is", box=None)
-        for name, line in presets().items():
-            table.add_row(name, escape(line))
-        console.print(table)
-        return
-    if what not in kinds:
-        raise UserError(f"ls takes one of {', '.join([*kinds, 'presets'])}, got {what!r}")
-    for name, kind in kinds[what].items():
-        console.print(f"[bold]{name}[/]  {escape((kind.__doc__ or '').splitlines()[0])}", highlight=False)
-        table = Table(box=None, show_header=False, padding=(0, 1, 0, 3))
-        for item in dataclasses.fields(kind):
-            table.add_row(item.name, _default(item), escape(_meaning(item)))
-        if table.rows:
-            console.print(table)
-
-
-def _default(item: dataclasses.Field[Any]) -> str:
-    if item.default is not dataclasses.MISSING:
-        return escape(str(item.default))
-    return "…" if item.default_factory is not dataclasses.MISSING else "[red]required[/]"
-
-
-def _meaning(item: dataclasses.Field[Any]) -> str:
-    from fednoro.options import allowed
-
-    listed = re.search(r"Literal\[(.*?)\]", str(item.type))
-    choices = re.sub("[\"']", "", listed[1]) if listed else ""
-    return "; ".join(part for part in (item.metadata.get("help", ""), allowed(item), choices) if part)
-
-
+app.command()(listing.ls)
 # In the order in which `fednoro --help` shows them.
 report.register(app)
 app.command(help=audit.HELP)(audit.audit)
@@ -331,11 +243,29 @@ def main() -> None:
         else:
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "fednoro"
+            told = _as_override(error) or told
             _complain("error:", "red", f"{told}{'' if told.endswith('?') else '.'} See: {command} --help")
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(code)
+
+
+def _as_override(error: Any) -> str:
+    """What to say where somebody has written `--seed 3` for `seed=3`."""
+    context, flag = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    if context is None or flag is None or "items" not in {parameter.name for parameter in context.command.params}:
+        return ""
+    from fednoro.config import Config
+
+    key = flag.lstrip("-").replace("-", "_")
+    if key.partition(".")[0] not in {item.name for item in dataclasses.fields(Config)}:
+        return ""
+    typed = sys.argv[1:]
+    place = next((i for i, text in enumerate(typed) if text.partition("=")[0] == flag), len(typed))
+    _, equals, value = typed[place].partition("=") if place < len(typed) else ("", "", "")
+    value = value if equals else next(iter(typed[place + 1 :]), "")
+    return f"no such option: {flag}; did you mean {key}={shlex.quote(value) if value else '…'}?"
 
 
 def _complain(word: str, colour: str, message: object) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
@@ -26,7 +27,8 @@ from fednoro.noise import Kind as NoiseModel
 from fednoro.options import Options, option
 from fednoro.partition import PARTITIONS, Partition
 from fednoro.training import Training
-from fednoro.types import UserError
+from fednoro.types import FedNoRoWarning, UserError
+from fednoro.validation import suggest, validate
 
 REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "data": SOURCES,
@@ -37,6 +39,8 @@ REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
 }
 SINGLE: dict[str, type[Options]] = {"split": Split, "train": Training}  # sections without a choice
 TRACKERS = ("tensorboard", "mlflow")
+OWN = ("folder", "prepared")  # data sources that are the user's own images and labels
+REAL = ("none", "from_file")  # noise that is none, or what people have made of the labels
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class General(Options):
             raise UserError(f"name must be a plain folder name, got {self.name!r}")
         for tracker in self.track:
             if tracker not in TRACKERS:
-                raise UserError(f"unknown tracker {tracker!r} in track{_suggest(tracker, TRACKERS)}")
+                raise UserError(f"unknown tracker {tracker!r} in track{suggest(tracker, TRACKERS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,20 @@ def resolve(source: str | Path | Mapping[str, Any] = "digits", overrides: Sequen
     # Choices first: `method.tau=2 method=fedla` means the same in either order.
     for override in sorted(overrides, key=_is_option):
         _override(tree, override)
-    return _build(tree)
+    config = _build(tree)
+    data, noise = section_name(config, "data"), section_name(config, "noise")
+    if data in OWN and noise not in REAL and not _asks_for_noise(source, overrides):
+        warnings.warn(f"noise {noise} changes your own labels: noise=none keeps them", FedNoRoWarning, stacklevel=2)
+    return config
+
+
+def _asks_for_noise(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> bool:
+    """Whether the user did, or only the preset."""
+    if any(override.partition("=")[0].strip().partition(".")[0] == "noise" for override in overrides):
+        return True
+    if isinstance(source, Mapping):
+        return "noise" in source
+    return str(source) not in presets() and "noise" in _read(str(source))
 
 
 def resolve_network(path: Path) -> Config:
@@ -191,7 +208,7 @@ def _base(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if "preset" in tree:
         preset = str(tree.pop("preset"))
         if preset not in presets():
-            raise UserError(f"{what}: unknown preset {preset!r}{_suggest(preset, presets())}")
+            raise UserError(f"{what}: unknown preset {preset!r}{suggest(preset, presets())}")
         merged = _base(preset)
     for key, value in tree.items():
         _merge(merged, key, value, what)
@@ -284,7 +301,7 @@ def _build(tree: dict[str, Any]) -> Config:
     known = [item.name for item in dataclasses.fields(Config)]
     for key in tree:
         if key not in known:
-            raise UserError(f"unknown key {key}{_suggest(key, known)}")
+            raise UserError(f"unknown key {key}{suggest(key, known)}")
     parts: dict[str, Any] = {}
     for section, registry in REGISTRIES.items():
         chosen = dict(tree.get(section) or {})
@@ -296,12 +313,12 @@ def _build(tree: dict[str, Any]) -> Config:
         kind = _kind(section, name)
         if section == "method":
             chosen = {**per_method.get(name, {}), **chosen}
-        parts[section] = _validate(kind, chosen, section)
+        parts[section] = validate(kind, chosen, section, registry)
     for section, kind in SINGLE.items():
-        parts[section] = _validate(kind, {} if tree.get(section) is None else tree[section], section)
+        parts[section] = validate(kind, {} if tree.get(section) is None else tree[section], section)
     if isinstance(tree.get("track"), str):
         tree["track"] = [tree["track"]]  # the bare name will do here too
-    general = _validate(General, {key: value for key, value in tree.items() if key not in parts}, "")
+    general = validate(General, {key: value for key, value in tree.items() if key not in parts}, "")
     return Config(**parts, **{item.name: getattr(general, item.name) for item in dataclasses.fields(General)})
 
 
@@ -311,8 +328,8 @@ def _per_method(table: Any) -> dict[str, dict[str, Any]]:
         raise UserError(f"methods must be a mapping from methods to their options, got {table!r}")
     for name, options in (table or {}).items():
         if name not in METHODS and ":" not in str(name):
-            raise UserError(f"unknown key methods.{name}{_suggest(name, METHODS)}")
-        _validate(find_method(name), options, f"methods.{name}")
+            raise UserError(f"unknown key methods.{name}{suggest(name, METHODS)}")
+        validate(find_method(name), options, f"methods.{name}")
     return dict(table or {})
 
 
@@ -323,61 +340,5 @@ def _kind(section: str, name: Any) -> type[Any]:
         return find_method(name)
     if not isinstance(name, str) or name not in registry:
         own = "One of your own is named module:Class" if section == "method" else ""
-        raise UserError(f"unknown {section} {name!r}{_suggest(name, registry, own)}")
+        raise UserError(f"unknown {section} {name!r}{suggest(name, registry, own)}")
     return registry[name]
-
-
-def _validate(kind: type[Any], values: Any, section: str) -> Any:
-    from pydantic import TypeAdapter, ValidationError
-
-    if not isinstance(values, Mapping):
-        raise UserError(f"{section} must be a mapping of options, got {values!r}")
-    _no_booleans_for_numbers(kind, values, section)
-    try:
-        return TypeAdapter(kind).validate_python(dict(values))
-    except ValidationError as error:
-        raise UserError(_explain(error.errors()[0], section, kind)) from error
-
-
-def _no_booleans_for_numbers(kind: type[Any], values: Mapping[str, Any], section: str) -> None:
-    # To pydantic `rounds: yes` is one round.
-    for name, hint in get_type_hints(kind).items():
-        value, where = values.get(name), f"{section}.{name}" if section else name
-        if isinstance(value, bool) and hint in (int, float, int | None):
-            raise UserError(f"{where} should be a number, got {value}")
-        if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-            _no_booleans_for_numbers(hint, value, where)  # type: ignore[arg-type]
-
-
-def _explain(problem: Mapping[str, Any], section: str, kind: type[Any]) -> str:
-    cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, UserError):
-        return str(cause)
-    first, *rest = problem["loc"]
-    nested = get_type_hints(kind).get(str(first))
-    if not dataclasses.is_dataclass(nested):
-        nested, rest = kind, [part for part in rest if isinstance(part, int)]  # the others name members of a union
-    where = ".".join(str(part) for part in (section, first, *rest) if part != "")
-    if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        names = [item.name for item in dataclasses.fields(nested if rest else kind)]
-        return f"unknown key {where}{_elsewhere(section, kind, first) or _suggest((first, *rest)[-1], names)}"
-    if problem["type"] in ("missing", "missing_argument"):
-        return f"{where} is required"
-    message = problem["msg"].removeprefix("Input ").lower()
-    return f"{where} {message}, got {problem['input']!r}"
-
-
-def _elsewhere(section: str, kind: type[Any], key: str) -> str:
-    """Whose option it is, where another choice of the section has it."""
-    registry = REGISTRIES.get(section, {})
-    owners = [name for name, other in registry.items() if key in {item.name for item in dataclasses.fields(other)}]
-    chosen = next((name for name, other in registry.items() if other is kind), "")
-    return f": {section} {chosen} has no {key}; it belongs to {', '.join(owners)}" if owners and chosen else ""
-
-
-def _suggest(key: Any, known: Iterable[str], more: str = "") -> str:
-    known = list(known)
-    close = difflib.get_close_matches(str(key), known, 1)
-    if close:
-        return f": did you mean {close[0]}?{more and ' '}{more}"
-    return f": known are {', '.join(known)}{more and '. '}{more}" if known else ""

@@ -6,17 +6,22 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from fednoro.config import Config, section_name
+from fednoro.config import Config, dump, section_name
 from fednoro.data.cache import Prepared
 from fednoro.experiment import Run, Watcher
 from fednoro.federation import Federation
+from fednoro.report.findings import stability
+from fednoro.report.judged import judged
+from fednoro.report.reading import Recorded
 from fednoro.rounds import Turn
 from fednoro.runs import RunFolder
 from fednoro.types import State
@@ -36,6 +41,7 @@ class Terminal(Watcher):
         self._task: TaskID | None = None
         self._what, self._said = "", 0.0
         self._federation: Federation | None = None
+        self._config: Config | None = None
         self._verdict: tuple[dict[int, bool], int] | None = None  # the last one shown in full, and after which round
         self._rounds = self._done = 0
         self._best = 0.0
@@ -66,7 +72,8 @@ class Terminal(Watcher):
 
     def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
         self.close()
-        self._federation, self._rounds, self._done = federation, state.rounds, state.round
+        self._config, self._federation = config, federation
+        self._rounds, self._done = state.rounds, state.round
         self._verdict = None
         self._best = max((record["bacc"] for record in RunFolder(folder).rounds()), default=0.0)
         if self.quiet:
@@ -86,6 +93,9 @@ class Terminal(Watcher):
             f"{state.classes} classes, {len(sizes)} clients of {min(sizes)} to {max(sizes)} images"
         )
         self._say(f"partition {names['partition']}; {noise}; model {names['model']}; seed {config.seed}")
+        if isinstance(named := getattr(config.method, "noisy", None), tuple):
+            whom = ", ".join(federation.names[k] for k in sorted({*named})) or "none is looked for"
+            self._say(f"{len({*named})} of {len(sizes)} clients named noisy by method.noisy: {escape(whom)}")
         self._say(f"engine: {escape(engine)}")
         if state.round:
             self._say(f"going on after round {state.round}")
@@ -150,6 +160,16 @@ class Terminal(Watcher):
                 cells += [f"{self._federation.rates[k]:.0%}", "✓" if bool(truth[k]) == row["noisy"] else "[red]✗[/]"]
             table.add_row(*cells)
         self.console.print(table)
+        if said := self._firmness(detection):
+            self._say(escape(said))
+
+    def _firmness(self, detection: dict[str, Any]) -> str | None:
+        """What the report will say on how firm the verdicts are."""
+        assert self._config is not None and self._federation is not None
+        config, names = yaml.safe_load(dump(self._config)), {"sites": self._federation.names}
+        recorded = Recorded(Path(), config=config, detection=detection, sites=names)
+        found = judged(recorded)
+        return None if found is None or found.agreement is None else stability(recorded, found)
 
     def stopped(self, folder: Path) -> None:
         self.close()
@@ -167,8 +187,12 @@ class Terminal(Watcher):
             self._say(f"the round that is best on the validation part: {run.best_by_validation:.2%}")
         if run.detection is not None and "exact" in run.detection:
             found = run.detection
-            exact = "exactly the noisy clients" if found["exact"] else "not exactly the noisy clients"
-            self._say(f"flagged {exact}: recall {found['recall']:.0%}, precision {found['precision']:.0%}")
+            exact = (
+                "flagged exactly the noisy clients"
+                if found["exact"]
+                else "the flagged clients differ from the noisy ones"
+            )
+            self._say(f"{exact}: recall {found['recall']:.0%}, precision {found['precision']:.0%}")
         report = run.folder / "report.html"
         if report.exists():
             self._say(f"report: {escape(str(report))}")

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fednoro.aggregate import average
+from fednoro.begun import keep_or_compare
 from fednoro.clients import Client
 from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, warnings_to
 from fednoro.config import Config, anchored, dump, resolve, section_name
@@ -53,6 +54,7 @@ def run(
     try:
         with held(folder, watcher):
             write_whole(folder.path / "config.yaml", dump(anchored(config)).encode())
+            keep_or_compare(folder.path, anchored(config))
             return _carry_on(folder, config, hardware, watcher)
     except Exception:
         if not (folder.path / "split.npz").exists():
@@ -63,6 +65,8 @@ def run(
 def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
     """Carries an unfinished run on from its last checkpoint, to the same bits as if it had never stopped."""
     folder = RunFolder(Path(path).expanduser())
+    if not folder.path.exists():
+        raise UserError(f"{folder.path} does not exist")
     if not (folder.path / "config.yaml").is_file():
         raise UserError(f"{folder.path} is not a run folder: it has no config.yaml")
     if (folder.path / "flower.json").exists() and not folder.finished:
@@ -74,6 +78,7 @@ def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
     with held(folder, watcher):
         if folder.finished:
             return load(folder.path)
+        keep_or_compare(folder.path, config)
         return _carry_on(folder, config, hardware, watcher)
 
 

@@ -365,7 +365,9 @@ class FromFile(Options):
     """Labels as somebody really gave them, from a CSV of id,label."""
 
     section: ClassVar[str] = "noise"
-    path: str = option(help="CSV with the header id,label; samples that are not listed keep their label")
+    path: str = option(
+        help="CSV with the header id,label; samples that are not listed keep their label", example="labels.csv"
+    )
 
     def apply(self, labels: IntArray, parts: Sequence[IntArray], context: Context) -> Noise:
         """See `Kind.apply`."""

@@ -23,14 +23,15 @@ def option(
     default: Any = dataclasses.MISSING,
     help: str = "",
     *,
+    example: str | None = None,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
 ) -> Any:
-    """A dataclass field with a one-line description and bounds."""
+    """A dataclass field with a one-line description and bounds; `example` is told whoever leaves a required one out."""
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    return dataclasses.field(default=default, metadata={"help": help, "bounds": bounds})
+    return dataclasses.field(default=default, metadata={"help": help, "bounds": bounds, "example": example})
 
 
 def allowed(field: dataclasses.Field[Any]) -> str:

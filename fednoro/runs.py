@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,7 +88,9 @@ class RunFolder:
             try:
                 self.path.mkdir(parents=True)
             except FileExistsError as error:
-                raise UserError(f"{self.path} exists already: choose another name=, or resume it") from error
+                begun = (self.path / "config.yaml").exists() and not self.finished
+                on = f", or carry it on with: fednoro resume {shlex.quote(str(self.path))}" if begun else ""
+                raise UserError(f"{self.path} exists already: choose another name={on}") from error
             (self.path / "checkpoints").mkdir()
 
     def lock(self) -> None:

@@ -126,6 +126,20 @@ def findings(
     )
 
 
+def judged_at_most(site: SiteFinding, least: int) -> int:
+    """The most images of a site that can have been judged, m, as far as what is shown of it tells that."""
+    estimate, suspected = site.estimate, site.suspected.replace(",", "")
+    if estimate is None:
+        return min(site.images, max(least - 1, 0))
+    if estimate.share is None:  # steps = ⌈COARSE (n − 1) / m⌉
+        steps = round(estimate.high * COARSE)
+        return min(site.images, (COARSE * (least - 1) - 1) // (steps - 1)) if steps > 1 else site.images
+    percent = round(100 * estimate.share)
+    if not suspected.isdecimal() or not percent:
+        return site.images
+    return min(site.images, int(100 * int(suspected) / (percent - 0.5)))
+
+
 def _table(joint: IntArray, held: IntArray, least: int) -> tuple[Line, ...]:
     """For each label what its images look like, and how many are not sure; a row sums to the images with that label."""
     rest = held - joint.sum(axis=1)

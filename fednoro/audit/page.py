@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fednoro.audit.counting import NEVER
-from fednoro.audit.estimates import Estimate, Findings, SiteFinding
+from fednoro.audit.estimates import Estimate, Findings, SiteFinding, judged_at_most
 from fednoro.audit.pages import percent, plain, render
 from fednoro.types import FloatArray
 
 MANY = 0.1  # a site whose interval begins above this is named in the headline
 WEAK = 0.5  # a share over all sites above which the model is to be doubted before the labels
+UNJUDGED = 0.4  # a share of a site's images that could not be judged, from which on the page says so
+NAMED = 12  # sites in a sentence
 EVERYWHERE = 0.15  # a share that even the best of several sites exceeds: much of it is the model's own mistakes
 
 
@@ -39,6 +42,8 @@ def page(found: Findings, account: Account) -> bytes:
         headline=headline(found),
         lead=lead(found),
         doubt=doubt(found),
+        otherwise=otherwise(found, account.scores),
+        unjudged=unjudged(found),
         found=found,
         sites=[{**_fields(site), "words": words(site.estimate)} for site in sites],
         truth=any(site.truth is not None for site in sites),
@@ -52,6 +57,8 @@ def page(found: Findings, account: Account) -> bytes:
         levels=_levels(found, account),
         how=account.how,
         standing=bool(standing_out(found)),
+        asked=_listed([plain(site.name) for site in flagged_alone(found)]),
+        calm=_calm(found),
         stamp=f"Made by fednoro from the sites' counts; {_trained(account)}.",
     )
 
@@ -73,6 +80,8 @@ def to_json(found: Findings, account: Account) -> dict[str, Any]:
         "without_answer": list(found.absent),
         "overall": _rounded(found.overall),
         "doubt": doubt(found),
+        "otherwise": otherwise(found, account.scores),
+        "unjudged": unjudged(found),
         "thresholds": [None if t == NEVER else round(float(t), 4) for t in account.thresholds],
         "sites": [{**_fields(site), "estimate": _rounded(site.estimate)} for site in found.sites],
         "labelled_looks_like": [
@@ -102,13 +111,20 @@ def standing_out(found: Findings) -> list[SiteFinding]:
     return [s for s in ordered(found) if s.estimate and s.estimate.share is not None and s.estimate.low > MANY]
 
 
+def flagged_alone(found: Findings) -> list[SiteFinding]:
+    """Sites that the run's detector calls noisy and the audit does not name."""
+    named = {site.client for site in standing_out(found)}
+    return [site for site in ordered(found) if site.verdict == "noisy" and site.client not in named]
+
+
 def headline(found: Findings) -> str:
     """The answer in one line."""
-    count = len(standing_out(found))
+    count, others = len(standing_out(found)), len(flagged_alone(found))
     if not found.sites:
         return "No site answered"
     if not count:
-        return "No site stands out"
+        said = "No site stands out" if _bound(found) <= MANY else "No site is shown to stand out"
+        return f"{said}, though the run's detector flagged {others}" if others else said
     return f"{count} of {len(found.sites)} sites {'has' if count == 1 else 'have'} many labels to look at"
 
 
@@ -118,14 +134,43 @@ def lead(found: Findings) -> str:
         return "Nothing can be said about the labels."
     sites = standing_out(found)
     if not sites:
-        return f"At no site may more than {percent(MANY)} of the labels be wrong, beyond what chance explains."
+        most = max((site.estimate.high for site in found.sites if site.estimate), default=1.0)
+        few = "with so few images even" if most > MANY else "up to"
+        return (
+            f"At no site is it shown that more than {percent(MANY)} of the labels are wrong; "
+            f"{few} {percent(most)} would not show."
+        )
     named = [f"{plain(s.name)} ({percent(s.estimate.share or 0)})" for s in sites if s.estimate]
-    more = f" and {len(named) - 12} more" if len(named) > 12 else ""
     where = "this site" if len(named) == 1 else "these sites"
     return (
         f"At {where} more than {percent(MANY)} of the labels may be wrong, beyond what chance explains: "
-        f"{', '.join(named[:12])}{more}."
+        f"{_listed(named)}."
     )
+
+
+def otherwise(found: Findings, scores: str) -> str | None:
+    """Where the run's own detector says otherwise, and what to do then."""
+    if not (sites := flagged_alone(found)):
+        return None
+    said = (
+        f"The run's own detector flagged {_listed([plain(site.name) for site in sites])}, "
+        f"where the audit does not show that more than {percent(MANY)} of the labels are wrong."
+    )
+    if scores == "cross_fit":
+        return f"{said} The images at the top of its letter will tell more."
+    return f"{said} Audit again with --scores cross_fit: its models have not seen the labels that they judge."
+
+
+def unjudged(found: Findings) -> str | None:
+    """Where a large share of the images could not be judged."""
+    missing = [(site, site.images - judged_at_most(site, found.least)) for site in ordered(found) if site.images]
+    named = [
+        f"{plain(site.name)} (at least {100 * count // site.images}% of {site.images:,})"
+        for site, count in missing
+        if site.estimate is None or count >= UNJUDGED * site.images
+    ]
+    said = "Many images could not be judged, so that nothing is known about their labels"
+    return f"{said}: {_listed(named)}." if named else None
 
 
 def doubt(found: Findings) -> str | None:
@@ -151,8 +196,22 @@ def words(estimate: Estimate | None) -> str:
     if estimate is None:
         return "too few images could be judged"
     if estimate.share is None:
-        return f"at most {percent(estimate.high)}"
+        return f"at most {percent(estimate.high)} of those judged"
     return f"{percent(estimate.share)} ({percent(estimate.low)[:-1]}–{percent(estimate.high)})"
+
+
+def _bound(found: Findings) -> float:
+    """The largest share of wrong labels that would not show at some site."""
+    return max((1.0 if site.estimate is None else site.estimate.high for site in found.sites), default=1.0)
+
+
+def _calm(found: Findings) -> bool:
+    """Whether nothing has to be done, which is more than that nothing was shown."""
+    return _bound(found) <= MANY and not (standing_out(found) or flagged_alone(found) or unjudged(found))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _trained(account: Account) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 from fednoro.audit.estimates import Findings, SiteFinding, findings
 from fednoro.audit.exchanges import Audit, Scores
 from fednoro.audit.letter import COLUMNS, TOP, Holding, Judgement, rows, write_letter
-from fednoro.audit.page import Account, doubt, headline, lead, ordered, page, to_json, words
+from fednoro.audit.page import Account, doubt, headline, lead, ordered, otherwise, page, to_json, unjudged, words
 from fednoro.audit.pages import percent, plain
 from fednoro.audit.sheets import sheet
 from fednoro.audit.simulated import Examined, Subject, examine, subject
@@ -30,7 +30,7 @@ class Audited:
     folder: Path
     found: Findings
     letters: tuple[Path, ...]
-    how: str
+    account: Account
 
 
 def audit_run(
@@ -63,7 +63,7 @@ def audit_run(
         account = Account(run.resolve().name, how, scores, method.warmup, method.models, examined.thresholds)
         write_page(folder, found, account)
         letters = _letters(folder / "sites", of, examined, how, top)
-    return Audited(folder, found, letters, how)
+    return Audited(folder, found, letters, account)
 
 
 def write_page(folder: Path, found: Findings, account: Account) -> None:
@@ -113,9 +113,8 @@ def folder_names(names: Sequence[str]) -> list[str]:
 def summary(done: Audited) -> Group:
     """The audit for a terminal."""
     found = done.found
-    lines = [f"{headline(found)}. {lead(found)}", done.how]
-    if said := doubt(found):
-        lines.append(said)
+    warned = otherwise(found, done.account.scores), unjudged(found), doubt(found)
+    lines = [f"{headline(found)}. {lead(found)}", done.account.how, *filter(None, warned)]
     if found.absent:
         lines.append(f"without an answer: {', '.join(map(plain, found.absent))}")
     lines.append(f"page: {done.folder / 'index.html'}")

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from fednoro import experiment
-from fednoro.bench.order import flat
+from fednoro.begun import flat
 from fednoro.config import Config, anchored, dump, resolve
 from fednoro.experiment import Watcher
 from fednoro.federation import Federation

@@ -24,7 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
@@ -96,6 +96,7 @@ class Prepared:
     existed: bool  # it was there already
     bytes: int
     seconds: float
+    sites: Mapping[str, int] = field(default_factory=dict)  # images per site, where the source knows sites
 
 
 def prepare(source: object, progress: Progress | None = None, home: str | None = None) -> Prepared:
@@ -105,9 +106,10 @@ def prepare(source: object, progress: Progress | None = None, home: str | None =
     begin = time.perf_counter()
     plan = source.plan(progress)
     folder, existed = _ensure(plan, home or getattr(source, "cache", None), progress)
-    _, found = manifest.read(folder)
+    dataset, found = manifest.read(folder)
+    sites = dict(sorted(Counter(dataset.sites or ()).items()))
     seconds = time.perf_counter() - begin
-    return Prepared(folder, found["counts"], found["skipped"], existed, found["bytes"], seconds)
+    return Prepared(folder, found["counts"], found["skipped"], existed, found["bytes"], seconds, sites)
 
 
 def load(

@@ -34,7 +34,9 @@ class Folder(Options):
 
     section: ClassVar[str] = "data"
 
-    path: str = option(help="folder or zip with one folder per class, or that the CSV's paths are relative to")
+    path: str = option(
+        help="folder or zip with one folder per class, or that the CSV's paths are relative to", example="~/images"
+    )
     csv: str | None = option(None, "CSV with the columns path, label and optionally id, site, group")
     size: int = option(224, "height and width in pixels", ge=8, le=2048)
     crop: Literal["resize", "center"] = option("resize", "resize: stretch to a square; center: keep the middle")

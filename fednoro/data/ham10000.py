@@ -35,7 +35,10 @@ class Ham10000(Options):
 
     section: ClassVar[str] = "data"
 
-    path: str = option(help="folder with HAM10000_images_part_1 and _2 (or .zip) and the metadata, or a zip of images")
+    path: str = option(
+        help="folder with HAM10000_images_part_1 and _2 (or .zip) and the metadata, or a zip of images",
+        example="~/HAM10000",
+    )
     labels: str | None = option(None, "CSV with image_id, dx and more; default: HAM10000_metadata in or beside path")
     size: int = option(224, "height and width in pixels", ge=8, le=2048)
     crop: Literal["resize", "center"] = option(

@@ -57,7 +57,7 @@ class Ich(Options):
 
     section: ClassVar[str] = "data"
 
-    path: str = option(help="folder that Kaggle's archive was unpacked to, or the zip itself")
+    path: str = option(help="folder that Kaggle's archive was unpacked to, or the zip itself", example="~/rsna")
     size: int = option(128, "height and width in pixels", ge=8, le=2048)
     window: Literal["file", "brain", "triple"] = option(
         "file", "file: as each file says; brain; triple: brain, subdural and bone as channels"

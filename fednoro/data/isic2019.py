@@ -39,7 +39,10 @@ class Isic2019(Options):
 
     section: ClassVar[str] = "data"
 
-    path: str = option(help="folder with ISIC_2019_Training_Input (or .zip) and ISIC_2019_Training_GroundTruth.csv")
+    path: str = option(
+        help="folder with ISIC_2019_Training_Input (or .zip) and ISIC_2019_Training_GroundTruth.csv",
+        example="~/ISIC2019",
+    )
     size: int = option(224, "height and width in pixels", ge=8, le=2048)
     crop: Literal["resize", "center"] = option(
         "resize", "resize: stretch to a square; center: short side, then the middle"

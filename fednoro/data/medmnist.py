@@ -40,7 +40,7 @@ class Medmnist(Options):
 
     section: ClassVar[str] = "data"
 
-    path: str = option(help="the .npz file")
+    path: str = option(help="the .npz file", example="~/breastmnist.npz")
     names: tuple[str, ...] | None = option(None, 'class names in the order of their numbers; default: "0", "1", …')
     cache: str | None = option(None, "where unpacked images are kept; default $FEDNORO_CACHE or ~/.cache/fednoro")
 

@@ -19,7 +19,9 @@ class PreparedFolder(Options):
 
     section: ClassVar[str] = "data"
 
-    path: str = option(help="the folder, which holds images.npy and manifest.json")
+    path: str = option(
+        help="the folder, which holds images.npy and manifest.json", example="~/.cache/fednoro/images-0123456789abcdef"
+    )
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
         """The images, after their checksum: they may have come from another machine. `seed` changes nothing."""

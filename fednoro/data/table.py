@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fednoro.types import UserError
 
+NAMED = {",": "commas", ";": "semicolons", "\t": "tabs"}
 Row = tuple[int, dict[str, str]]  # the line that the row ends on, and its stripped cells by column
 
 
@@ -32,7 +33,8 @@ def parse_table(data: bytes, name: str, columns: Sequence[str]) -> list[Row]:
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
     first = text.partition("\n")[0]
-    delimiter = "\t" if "\t" in first and "," not in first else ","  # Dataverse hands tables out with tabs
+    # Dataverse hands tables out with tabs, and Excel with semicolons where a comma is the decimal point.
+    delimiter = next((mark for mark in "\t;" if mark in first and "," not in first), ",")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     rows = []
     try:
@@ -47,7 +49,7 @@ def parse_table(data: bytes, name: str, columns: Sequence[str]) -> list[Row]:
             if len(cells) > len(header):
                 raise UserError(
                     f"{name}, line {reader.line_num}: {len(cells)} cells under {len(header)} columns; "
-                    "put quotes around cells with commas"
+                    f"put quotes around cells with {NAMED[delimiter]}"
                 )
             if any(cells):
                 padded = [cell.strip() for cell in cells] + [""] * (len(header) - len(cells))

@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from safetensors import SafetensorError, safe_open
 
 from fednoro.aggregate import average
+from fednoro.begun import keep_or_compare
 from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, warnings_to
 from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.engine import choose_device
@@ -92,6 +93,7 @@ def coordinate(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | Non
                 kept = {"simulation": bool(run_config.get("simulation")), **options.as_dict()}
                 write_whole(folder.path / "config.yaml", dump(anchored(config)).encode())
                 write_json(folder.path / "flower.json", {"run": uuid.uuid4().hex, **kept})
+            keep_or_compare(folder.path, config if resumed else anchored(config))
             return _Coordinator(grid, folder, config, options, watcher).run()
     except Exception:
         if not resumed and not known_sites(folder.path):

@@ -205,7 +205,8 @@ class AuditFollower(Follower):
             SiteFinding(**{**row, "estimate": row["estimate"] and Estimate(**row["estimate"])})
             for row in found["sites"]
         ]
-        lines = [f"{found['headline']}. {found['lead']}", found["how"], *filter(None, [found["doubt"]])]
+        warned = (found[name] for name in ("otherwise", "unjudged", "doubt"))
+        lines = [f"{found['headline']}. {found['lead']}", found["how"], *filter(None, warned)]
         if found["without_answer"]:
             lines.append(f"without an answer: {', '.join(map(plain, found['without_answer']))}")
         lines += [f"page: {page / 'index.html'}", f"letters: at each site, in audits/{key} of its memory folder"]

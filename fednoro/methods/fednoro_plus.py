@@ -40,6 +40,7 @@ Each choice can be taken back: `detector` (heads on a sketch of the features, or
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -116,6 +117,11 @@ class FedNoRoPlus(Method):
         ge=1,
     )
     noisy: tuple[int, ...] | None = option(None, "clients known to be noisy, as [0, 3]; default: they are looked for")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if twice := [k for k, times in Counter(self.noisy or ()).items() if times > 1]:
+            raise UserError(f"method.noisy must name each client once, got {', '.join(map(str, twice))} more often")
 
     def check(self, rounds: int) -> None:
         if self.warmup >= rounds:

@@ -120,13 +120,13 @@ def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _labels(groups: Sequence[dict[str, str]]) -> list[str]:
-    """The method's name and what else tells the groups apart; a method's own options only among its own kind."""
+    """The method's name and what else tells the groups apart; a part's own options only among its own kind."""
     labels: list[list[str]] = []
     for group in groups:
-        kin = [other for other in groups if other.get("method.name") == group.get("method.name")]
         shown = []
         for key in sorted({key for other in groups for key in other}, key=lambda key: (not key.endswith(".name"), key)):
-            among = kin if key.startswith("method.") else groups
+            kind = f"{key.partition('.')[0]}.name"
+            among = [other for other in groups if key == kind or other.get(kind) == group.get(kind)]
             if key != "method.name" and len({other.get(key) for other in among}) > 1:
                 name = key.removesuffix(".name")
                 shown.append(f"{name}={group[key]}" if key in group else f"no {name}")

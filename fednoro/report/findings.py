@@ -66,6 +66,8 @@ def _headline(run: Recorded, found: Judged | None) -> str:
 
 
 def _why_nobody(run: Recorded) -> str:
+    if run.named is not None:
+        return f"{len(run.named) or 'none'} of {counted(len(run.names), 'client')} named noisy by the user"
     if (run.path / "detection.json").exists():
         return "the verdicts about the clients cannot be read"
     if run.status != "finished" and run.choice("method") not in JUDGE_NOBODY:
@@ -74,6 +76,8 @@ def _why_nobody(run: Recorded) -> str:
 
 
 def _who(run: Recorded, found: Judged | None) -> list[str]:
+    if found is None and run.named is not None:
+        return [_by_user(run, run.named)]
     if found is None:
         said = _why_nobody(run)
         return [f"{said[:1].upper()}{said[1:]}. To have them judged, run the same with method=fednoro."]
@@ -85,8 +89,14 @@ def _who(run: Recorded, found: Judged | None) -> list[str]:
     if unsure:
         lines.append(f"Close calls, with a probability between 0.05 and 0.95: {listed(unsure)}.")
     if found.agreement is not None:
-        lines.append(_stability(run, found))
+        lines.append(stability(run, found))
     return lines
+
+
+def _by_user(run: Recorded, named: tuple[int, ...]) -> str:
+    whom = _named(run, np.array(sorted({*named} & run.names.keys()), dtype=np.int64))
+    said = f"Named noisy by the user with method.noisy: {listed(whom) if whom else 'nobody'}."
+    return f"{said} The method has judged nobody. To have noisy clients looked for, leave method.noisy out."
 
 
 def _against_truth(run: Recorded, found: Judged) -> str:
@@ -112,7 +122,8 @@ def _named(run: Recorded, clients: IntArray) -> list[str]:
     return [shortened(run.names[int(k)], 40) for k in clients]
 
 
-def _stability(run: Recorded, found: Judged) -> str:
+def stability(run: Recorded, found: Judged) -> str:
+    """Whether the verdicts stay when the mixture starts elsewhere."""
     assert found.agreement is not None
     shaky = found.agreement < 0.99
     if not shaky.any():

@@ -133,6 +133,12 @@ class Recorded:
                 found.append((name, number, number, seconds))
         return found
 
+    @property
+    def named(self) -> tuple[int, ...] | None:
+        """Clients that the configuration names noisy, so that none were looked for; None where it names nobody."""
+        named = self.option("method", "noisy")
+        return tuple(k for k in named if isinstance(k, int)) if isinstance(named, list) else None
+
     def option(self, section: str, key: str) -> Any:
         part = self.config.get(section)
         return part.get(key) if isinstance(part, dict) else None

@@ -201,8 +201,12 @@ def test_pages_open_without_errors_network_or_overflow(audited: Audited, tab: Pa
         assert tab.run("document.documentElement.scrollWidth") <= width
         ground = tab.run("getComputedStyle(document.documentElement).backgroundColor")
         assert (ground == "rgb(21, 25, 28)") == dark
-        tab.run("document.querySelector('[data-theme-button]').click()")
-        assert tab.run("getComputedStyle(document.documentElement).backgroundColor") != ground
+        button, seen = "document.querySelector('[data-theme-button]')", []
+        for _ in range(3):
+            tab.run(f"{button}.click()")
+            seen.append(tab.run(f"[{button}.textContent, getComputedStyle(document.documentElement).backgroundColor]"))
+        assert [name for name, _ in seen] == ["light", "dark", "auto"]
+        assert seen[0][1] != seen[1][1] == "rgb(21, 25, 28)" and seen[2][1] == ground
 
 
 def test_a_letter_filters_sorts_edits_and_saves(audited: Audited, run: Run, tab: Page) -> None:

@@ -292,6 +292,25 @@ def test_ctrl_c_in_a_terminal_leaves_a_run_that_resumes_to_the_same_bits(
     assert_same_run(folder, finished[1])
 
 
+def test_sigterm_ends_a_run_as_ctrl_c_does_with_143(finished: tuple[Ended, Path], tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        [*COMMAND, "run", *TINY, f"out={tmp_path}", "name=x"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT,
+    )  # fmt: skip
+    folder = tmp_path / "x"
+    while not (log := folder / "rounds.jsonl").exists() or log.read_bytes().count(b"\n") < WARMUP + 3:
+        assert running.poll() is None
+        time.sleep(0.01)
+    for _ in range(3):  # some schedulers say it more than once
+        running.terminate()
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (143, b"")
+    assert out.decode().endswith(f"stopped; carry on with: fednoro resume {folder}\n")
+    assert_one_line(process("run", *TINY, f"out={tmp_path}", "name=x"), f"carry it on with: fednoro resume {folder}")
+    assert process("resume", str(folder)).code == 0
+    assert_same_run(folder, finished[1])
+
+
 def test_an_interrupt_before_the_first_round_is_resumable_too(tmp_path: Path) -> None:
     running = subprocess.Popen(
         [*COMMAND, "run", *TINY, f"out={tmp_path}", "noise.epochs=100000", "name=x"],
@@ -361,7 +380,7 @@ def test_resuming_a_finished_run_shows_it_and_changes_nothing(finished: tuple[En
 
 def test_resuming_what_is_no_run_is_one_line(call: Call, tmp_path: Path) -> None:
     assert_one_line(call("resume", str(tmp_path)), f"{tmp_path} is not a run folder: it has no config.yaml")
-    assert_one_line(call("resume", str(tmp_path / "none")), "is not a run folder")
+    assert_one_line(call("resume", str(tmp_path / "none")), f"{tmp_path / 'none'} does not exist")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "config.yaml").write_text("train: [")
     assert_one_line(call("resume", str(tmp_path)), "config.yaml is not valid YAML")
@@ -471,7 +490,7 @@ def test_a_name_that_is_taken_is_refused_and_the_folder_left_alone(
     folder = finished[1]
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     ended = call("run", *TINY, f"out={folder.parent}", f"name={folder.name}")
-    assert_one_line(ended, f"{folder} exists already: choose another name=, or resume it")
+    assert ended.err == f"error: {folder} exists already: choose another name=\n", "there is nothing to carry on"
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "notes.txt").write_text("mine")
@@ -485,6 +504,43 @@ def test_a_name_that_is_taken_is_refused_and_the_folder_left_alone(
 def test_wrong_usage_is_one_line_that_points_to_the_help(args: list[str], call: Call) -> None:
     assert_one_line(call(*args), "--help")
     assert_one_line(call("bench", "tabel1"), "? See: fednoro bench --help")
+
+
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (["run", "--seed", "3"], "seed=3"),
+        (["run", "digits", "--method=fedavg"], "method=fedavg"),
+        (["run", "--train.rounds", "5"], "train.rounds=5"),
+        (["run", "--checkpoint-every", "5"], "checkpoint_every=5"),
+        (["run", "--out", "my runs"], "out='my runs'"),
+        (["config", "--seed"], "seed=…"),
+    ],
+)
+def test_an_override_that_is_written_as_an_option_is_answered_with_the_override(
+    args: list[str], meant: str, call: Call
+) -> None:
+    flag = next(arg for arg in args if arg.startswith("--")).partition("=")[0]
+    assert_one_line(call(*args), f"no such option: {flag}; did you mean {meant}? See: fednoro {args[0]} --help")
+
+
+@pytest.mark.parametrize(
+    ("torn", "whole"),
+    [
+        (["method.noisy=[0,", "3]"], "method.noisy=[0, 3]"),
+        (["seed=1", "model={name:", "cnn,", "width:", "4}", "device=cpu"], "model={name: cnn, width: 4}"),
+    ],
+)
+def test_a_list_that_the_shell_has_split_is_shown_in_quotes(torn: list[str], whole: str, call: Call) -> None:
+    ended = call("run", "digits", *torn)
+    assert_one_line(ended, f"the shell has split {whole} at its spaces: quote it, as in '{whole}'")
+
+
+def test_noise_on_own_labels_is_warned_about_on_stderr_before_anything_runs(tmp_path: Path) -> None:
+    ended = process("run", "digits", "data=folder", "data.path=none", "seed=0..1", cwd=tmp_path)
+    warned, failed = ended.err.splitlines()
+    assert warned == "warning: noise h_idn changes your own labels: noise=none keeps them"
+    assert failed == f"error: data.path {tmp_path / 'none'} does not exist" and ended.code == 2
 
 
 # Looking around
@@ -557,6 +613,27 @@ def test_ls_shows_presets_and_settings(call: Call) -> None:
     assert re.search(r"^   rounds +100 ", call("ls", "train").out, re.M)
     assert re.search(r"^   checkpoint_every +5 ", call("ls", "general").out, re.M)
     assert_one_line(call("ls", "everything"), "ls takes one of methods, data, partitions, noise, models")
+
+
+@pytest.mark.parametrize("name", ["fednoro-plus", "folder", "pair_flip", "h_idn", "by_column", "cnn", "split"])
+def test_ls_shows_one_entry_alone(name: str, call: Call) -> None:
+    code, out, err = call("ls", name)
+    assert (code, err) == (0, "")
+    (head,) = re.findall(r"^(\S+)  \S", out, re.M)
+    section = next((section for section, known in REGISTRIES.items() if name in known), None)
+    assert head == (f"{section}={name}" if section else name)
+
+
+def test_ls_shows_all_that_go_by_one_name_and_guesses_at_a_slip(call: Call) -> None:
+    assert re.findall(r"^\S.*?(?=  )", call("ls", "digits").out, re.M) == ["data=digits", "fednoro run digits"]
+    assert_one_line(call("ls", "fednoro-puls"), "got 'fednoro-puls': did you mean fednoro-plus?")
+
+
+@pytest.mark.parametrize(("command", "also"), [("run", True), ("resume", False), ("prepare", False)])
+def test_the_help_of_quiet_is_true_of_each_command(command: str, also: bool, call: Call) -> None:
+    out = " ".join(re.sub("[│╭╮╰╯]", " ", call(command, "--help").out).split())
+    assert ("Only warnings, errors and the table of several seeds." in out) == also
+    assert ("Only warnings and errors." in out) != also
 
 
 def test_quiet_says_nothing_but_warnings(call: Call, tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_preset_of_the_same_name_uses_what_prepare_has_made(
     source = MAKE[name](tmp_path / "archive")
     monkeypatch.chdir(source)
     done = told(call("prepare", name, "--from", "."))
-    assert done.command == f"fednoro run {name} 'data.path=\".\"'"
+    assert done.command == f"fednoro run {name} data.path=."
     assert call("run", name, f"data.path={source}", *TINY, f"out={tmp_path / 'runs'}").code == 0
     assert [path for path in home.iterdir() if path.is_dir()] == [done.folder]
 
@@ -277,13 +277,40 @@ def test_options_reach_the_source(call: Call, tmp_path: Path) -> None:
     done = told(call("prepare", "ham10000", "crop=resize", "--from", str(derma), "--size", "32"))
     assert done.manifest()["settings"] == {"size": 32, "crop": "resize"}
     assert done.manifest()["shape"] == [28, 32, 32, 3]
-    assert done.command == f"fednoro run ham10000 'data.path=\"{derma}\"' data.crop=resize data.size=32"
+    assert done.command == f"fednoro run ham10000 data.path={derma} data.crop=resize data.size=32"
     scans = ich(tmp_path / "rsna")
     done = told(call("prepare", "ich", "--from", str(scans), "window=triple", "size=16"))
     assert done.manifest()["shape"] == [20, 16, 16, 3]
     done = told(call("prepare", "medmnist", "--from", str(medmnist(tmp_path / "med")), "names=[benign, malign]"))
     assert done.counts == {"benign": 16, "malign": 16}
     assert done.command.endswith(" 'data.names=[benign, malign]' noise=none")
+
+
+def test_sites_are_counted_and_kept_in_the_printed_command(call: Call, tmp_path: Path) -> None:
+    root = class_folders(tmp_path / "images")
+    rows = [
+        [f"{name}/{i}.png", name, "north" if i < 3 else "s[b]üd"] for name in ("benign", "malign") for i in range(8)
+    ]
+    table(root / "labels.csv", "path,label,site", rows)
+    ended = call("prepare", "folder", "--from", str(root), "csv=labels.csv", "--size", "16")
+    assert re.search(r"^site +images *\nnorth +6 *\ns\[b\]üd +10 *\n", ended.out, re.M)
+    done = told(ended)
+    end = "data.csv=labels.csv data.size=16 noise=none partition=by_column"
+    assert done.command == f"fednoro run digits data=folder data.path={root} {end}"
+    tiny = [override for override in TINY if not override.startswith("partition")]
+    ran = call(*shlex.split(done.command)[1:], *tiny, f"out={tmp_path / 'runs'}")
+    assert ran.code == 0 and "2 clients of" in ran.out and "partition by_column" in ran.out
+
+
+def test_the_printed_command_has_quotes_only_where_something_would_misread_it(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, shown in {"images": "images", "007": "'data.path=\"007\"'", "a: b": "'data.path=\"a: b\"'"}.items():
+        class_folders(tmp_path / name)
+        done = told(call("prepare", "folder", "--from", name, "--size", "16"))
+        path = f"data.path={shown}" if shown == name else shown
+        assert done.command == f"fednoro run digits data=folder {path} data.size=16 noise=none"
 
 
 def test_what_is_left_out_is_shown_with_the_reason_on_one_line(call: Call, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(fednoro.__file__).parent
 # Lowest first. A module imports from lower layers and from its own folder, never from beside or above.
 LAYERS = (
     ("types",),
-    ("options", "seeds", "files", "mixture"),
+    ("options", "validation", "seeds", "files", "mixture"),
     ("data", "partition", "noise", "losses", "detect", "aggregate", "metrics", "training", "models", "clients"),
     ("verdicts", "indicators", "relabel", "privacy", "left_out"),
     ("explained",),
@@ -28,11 +28,11 @@ LAYERS = (
     ("federation", "runs", "config"),
     ("report",),
     ("conduct",),
-    ("track", "trained"),
+    ("track", "trained", "begun"),
     ("experiment",),
     ("display",),
     ("audit", "export", "predict"),
-    ("flower", "bench", "deliver"),
+    ("flower", "bench", "deliver", "prepare", "listing"),
     ("cli",),
     ("__main__",),
 )

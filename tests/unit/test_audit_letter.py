@@ -15,15 +15,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from rich.console import Console
 
 from fednoro.audit.counting import site_joint
 from fednoro.audit.estimates import Findings, findings
 from fednoro.audit.exchanges import LEVELS, PROBABILITIES
 from fednoro.audit.letter import Holding, Judgement, thumbnail, write_letter
-from fednoro.audit.page import Account, doubt, headline, page, to_json
+from fednoro.audit.page import Account, doubt, headline, lead, otherwise, page, to_json, unjudged
 from fednoro.audit.pages import THEMES
 from fednoro.audit.sheets import neutral, sheet
-from fednoro.audit.writing import folder_names
+from fednoro.audit.writing import Audited, folder_names, summary
 from fednoro.noise import observed_from_file
 from fednoro.report.palette import contrast, mixed
 from fednoro.types import UserError
@@ -138,6 +139,71 @@ def test_page_opens_with_the_answer() -> None:
     assert headline(quiet) == "No site stands out"
     nobody = findings({}, {}, ["a"], ["x", "y"], 5)
     assert b"No site answered" in page(nobody, Account("r", "", "early", 1, 1, np.array([2.0, 2.0])))
+
+
+def few_images(verdicts: dict[int, bool] | None = None) -> Findings:
+    """Three sites of 30 images with two wrong labels each at most; at the last, 10 could be judged."""
+    counts = {k: np.array([15, 15]) for k in range(3)}
+    joints = {k: np.diag([14, 14]) for k in range(2)} | {2: np.array([[4, 1], [1, 4]])}
+    judged = {"clients": {str(k): {"noisy": v, "posterior": 0.9} for k, v in (verdicts or {}).items()}}
+    return findings(counts, joints, ["North", "South", "East"], ["x", "y"], 5, judged)
+
+
+def account_of_two(scores: str = "early") -> Account:
+    return Account("r", "An early model.", scores, 10, 1, np.array([0.5, 0.5]))
+
+
+def page_of(found: Findings, scores: str = "early") -> str:
+    return page(found, account_of_two(scores)).decode()
+
+
+def test_what_too_few_images_cannot_show_is_not_called_fine() -> None:
+    found = few_images()
+    assert headline(found) == "No site is shown to stand out"
+    shown = "At no site is it shown that more than 10% of the labels are wrong"
+    assert lead(found) == f"{shown}; with so few images even 40% would not show."
+    html = page_of(found)
+    assert (
+        "Nothing has to be done" not in html
+        and "even 40% would not show" in html
+        and "at most 40% of those judged" in html
+    )
+    quiet = findings({0: np.array([50, 50])}, {0: np.diag([40, 40])}, ["a"], ["x", "y"], 5)
+    assert lead(quiet).endswith("are wrong; up to 5% would not show.") and "Nothing has to be done" in page_of(quiet)
+    assert "Nothing has to be done" not in page_of(findings({}, {}, ["a"], ["x", "y"], 5))
+
+
+def test_a_site_that_only_the_detector_flags_is_named_with_what_to_do() -> None:
+    found = few_images({0: False, 1: False, 2: True})
+    assert headline(found) == "No site is shown to stand out, though the run's detector flagged 1"
+    html = page_of(found)
+    assert "The run&#39;s own detector flagged East, where" in html and "--scores cross_fit" in html
+    assert "Ask East to look at" in html and "Nothing has to be done" not in html
+    again = page_of(found, "cross_fit")
+    assert "--scores cross_fit" not in again and "The images at the top of its letter will tell more." in again
+    wide = {0: np.array([[30, 30], [0, 40]]), 1: np.diag([50, 50])}  # the audit names one, the detector both
+    judged = {"clients": {k: {"noisy": True, "posterior": 0.9} for k in "01"}}
+    both = findings({k: j.sum(axis=1) for k, j in wide.items()}, wide, ["a", "b"], ["x", "y"], 5, judged)
+    assert headline(both) == "1 of 2 sites has many labels to look at"
+    assert (otherwise(both, "early") or "").startswith("The run's own detector flagged b, where")
+    assert otherwise(few_images({0: False, 2: False}), "early") is None
+
+
+def test_a_site_whose_images_could_mostly_not_be_judged_is_named() -> None:
+    said = "Many images could not be judged, so that nothing is known about their labels: East (at least 63% of 30)."
+    assert unjudged(few_images()) == to_json(few_images(), account_of_two())["unjudged"] == said
+    assert said in page_of(few_images())
+    none = findings({0: np.array([15, 15])}, {0: np.diag([1, 1])}, ["a"], ["x", "y"], 5)
+    assert "a (at least 86% of 30)" in (unjudged(none) or "")
+    assert unjudged(told()) is None
+
+
+def test_the_terminal_says_what_speaks_against_an_audit() -> None:
+    done = Audited(Path("audit"), few_images({2: True}), (), account_of_two())
+    console = Console(width=400)
+    with console.capture() as shown:
+        console.print(summary(done))
+    assert "flagged East, where" in shown.get() and "East (at least 63% of 30)" in shown.get()
 
 
 def test_a_model_that_finds_fault_with_most_labels_is_itself_in_doubt() -> None:

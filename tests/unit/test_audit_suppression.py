@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednoro.audit.estimates import findings
+from fednoro.audit.estimates import SiteFinding, findings, judged_at_most
 from fednoro.audit.suppression import Line, suppress
 from fednoro.types import UserError
 
@@ -97,3 +97,23 @@ def test_findings_say_who_is_missing() -> None:
 def test_findings_of_nobody() -> None:
     found = findings({}, {}, ["away"], ["a", "b"], 5)
     assert not found.sites and found.images == 0 and found.overall.share is None
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 40)] * 5), min_size=1, max_size=4), st.integers(0, 6))
+def test_how_many_images_were_judged_is_never_put_too_low(sites: list[tuple[int, ...]], least: int) -> None:
+    joints = {k: np.array(cells[:4]).reshape(2, 2) for k, cells in enumerate(sites)}
+    counts = {k: joints[k].sum(axis=1) + np.array([cells[4], 0]) for k, cells in enumerate(sites)}
+    found = findings(counts, joints, [f"site {k}" for k in joints], ["x", "y"], least)
+    for site in found.sites:
+        assert joints[site.client].sum() <= judged_at_most(site, least) <= site.images
+
+
+@pytest.mark.parametrize("least", [2, 5, 6])
+def test_how_many_were_judged_is_the_most_that_the_shown_bound_allows(least: int) -> None:
+    def site(judged: int) -> SiteFinding:
+        return findings({0: np.array([100, 0])}, {0: np.diag([judged, 0])}, ["a"], ["x", "y"], least).sites[0]
+
+    sites = {judged: site(judged) for judged in range(101)}
+    for one in sites.values():
+        assert judged_at_most(one, least) == max(m for m, other in sites.items() if other.estimate == one.estimate)

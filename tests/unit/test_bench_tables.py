@@ -6,22 +6,24 @@ import csv
 import io
 import re
 import statistics
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from fednoro.begun import flat
 from fednoro.bench import paper
 from fednoro.bench.making import QUICK, Wish, show
-from fednoro.bench.order import IN_ROUNDS, Order, flat
+from fednoro.bench.order import IN_ROUNDS, Order
 from fednoro.bench.paper import CLEAN, GRIDS, MILD, STRONG, Setting
 from fednoro.bench.render import best, escape, figure, latex, markdown, tidy
 from fednoro.bench.tables import METHODS, STAGE_2, Cell, Comparison, Row, Table, paper_grid, settings_of
-from fednoro.config import resolve
+from fednoro.config import resolve, section_name
 from fednoro.methods import METHODS as REGISTERED
 from fednoro.methods import FedNoRo
-from fednoro.types import UserError
+from fednoro.types import FedNoRoWarning, UserError
 
 HARD = Setting(0.4, *STRONG)
 
@@ -228,3 +230,10 @@ def test_a_table_is_shown_in_full_however_narrow_the_console(width: int) -> None
     cells = [cell.strip() for cell in next(line for line in lines if "fednoro-plus" in line).strip("│").split("│")]
     assert cells == ["fednoro-plus", "Last", *(figure(cell) for cell in rows[0].cells)]
     assert lines[-2:] == ["a note", "written: t.md"] and "…" not in text.getvalue()
+
+
+def test_bench_is_a_request_for_noise_on_whatever_data() -> None:
+    order = Order("digits", ("data=folder", "data.path=images"), (0,), Path("bench"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FedNoRoWarning)
+        assert section_name(order.config("fedavg", CLEAN, 0), "noise") == "h_idn"

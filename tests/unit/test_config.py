@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from fednoro.models import Cnn, Factory, Resnet18
 from fednoro.noise import HIDN, NOISES, Symmetric
 from fednoro.partition import PARTITIONS
 from fednoro.training import Augment
-from fednoro.types import UserError
+from fednoro.types import FedNoRoWarning, UserError
 
 FOLDER_PRESETS = sorted(set(presets()) - {"digits"})
 NEEDED = {  # options without a default
@@ -66,7 +67,8 @@ def test_digits_is_the_default_and_needs_nothing() -> None:
 
 @pytest.mark.parametrize("preset", FOLDER_PRESETS)
 def test_presets_for_images_on_disk_want_to_know_where_they_are(preset: str) -> None:
-    assert mistake(preset) == "data.path is required"
+    example = {"ham10000": "~/HAM10000", "isic2019": "~/ISIC2019", "ich": "~/rsna"}[preset]
+    assert mistake(preset) == f"data.path is required, as in data.path={example}"
     assert with_data(preset).data.path == "images"  # type: ignore[attr-defined]
 
 
@@ -382,7 +384,7 @@ def test_sections_that_are_missing_are_asked_for() -> None:
     assert mistake({"data": "digits"}) == f"partition has no name: choose one of {', '.join(PARTITIONS)}"
     assert mistake({}) == f"data has no name: choose one of {', '.join(SOURCES)}"
     assert mistake({"data": {"imbalance": 3}}) == f"data has no name: choose one of {', '.join(SOURCES)}"
-    assert mistake("digits", "noise=from_file") == "noise.path is required"
+    assert mistake("digits", "noise=from_file") == "noise.path is required, as in noise.path=labels.csv"
 
 
 # Seeds
@@ -418,3 +420,38 @@ def test_seeds_that_make_no_sense_are_refused(text: str) -> None:
 def test_a_choice_and_its_option_may_come_in_either_order(choice: str) -> None:
     for overrides in ([choice, "method.tau=2"], ["method.tau=2", choice]):
         assert resolve("digits", overrides).method == METHODS["fedla"](tau=2.0)
+
+
+def test_one_value_for_a_list_is_met_with_the_list_that_was_meant() -> None:
+    said = mistake("digits", "method=fednoro-plus", "method.noisy=3")
+    assert said == "method.noisy must be a list, as in method.noisy=[3]; got 3"
+
+
+def test_a_client_that_is_named_twice_is_refused() -> None:
+    said = mistake("digits", "method=fednoro-plus", "method.noisy=[0, 2, 0]")
+    assert said == "method.noisy must name each client once, got 0 more often"
+
+
+OWN_IMAGES = "data={name: folder, path: images}"
+
+
+@pytest.mark.parametrize("overrides", [(OWN_IMAGES,), ("data=prepared", "data.path=cache", "seed=3")])
+def test_artificial_noise_that_only_the_preset_asks_for_on_own_labels_is_warned_about(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("preset: digits\nseed: 1\n")
+    for source in ("digits", "ham10000", tmp_path / "mine.yaml", {"preset": "digits"}):
+        with pytest.warns(FedNoRoWarning) as said:
+            resolve(source, overrides)
+        assert [str(one.message) for one in said] == ["noise h_idn changes your own labels: noise=none keeps them"]
+
+
+def test_noise_that_was_asked_for_or_is_none_is_not_warned_about(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("preset: digits\nnoise: {name: h_idn}\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FedNoRoWarning)
+        resolve("digits")
+        for asked in ("noise=none", "noise=symmetric", "noise.rate=0.2", "noise={name: from_file, path: labels.csv}"):
+            resolve("digits", [OWN_IMAGES, asked])
+        resolve(tmp_path / "mine.yaml", [OWN_IMAGES])
+        resolve({"preset": "digits", "noise": "h_idn", "data": {"name": "folder", "path": "images"}})

@@ -166,6 +166,16 @@ def test_cmyk_jpeg_is_converted(root: Path) -> None:
     assert np.abs(pixels - (255, 0, 0)).max() < 12
 
 
+def test_a_csv_may_have_semicolons(root: Path) -> None:
+    lines = [f"{name.relative_to(root).as_posix()};c{i % 2}" for i, name in enumerate(sorted(root.rglob("*.png")))]
+    (root / "labels.csv").write_text("\n".join(["path;label", *lines]))
+    dataset = load(root, csv="labels.csv")
+    assert len(dataset) == len(lines) > 1 and dataset.classes == ("c0", "c1")
+    (root / "labels.csv").write_text("\n".join(["path;label", f"{lines[0]};x"]))
+    with pytest.raises(UserError, match="line 2: 3 cells under 2 columns; put quotes around cells with semicolons"):
+        load(root, csv="labels.csv")
+
+
 def test_grey_keeps_one_channel(root: Path) -> None:
     assert (decoded(root, "x.png", Image.new("RGB", (9, 9), (255, 255, 255)), grey=True) == 255).all()
     assert load(root, grey=True).images.shape[-1] == 1
@@ -287,7 +297,7 @@ def test_a_missing_file_in_the_csv_is_skipped_and_listed(root: Path, home: Path)
             ["path,class", "naevus/0.png,a"],
             r"labels\.csv must have the columns path, label; label is not among its path,",
         ),
-        (["path;label", "naevus/0.png;a"], r"must have the columns path, label; path is not among its path;label"),
+        (["path|label", "naevus/0.png|a"], r"must have the columns path, label; path is not among its path\|label"),
         ([""], r"must have the columns path, label; path is not among its none"),
         (["path,label"], r"labels\.csv lists no images"),
         (["path,label", "naevus/0.png,a", "naevus/1.png, "], r"labels\.csv, line 3: label is empty"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from federations import start
 from rich.console import Console
@@ -14,8 +16,13 @@ from run_folders import make_run
 
 from fednoro.config import resolve
 from fednoro.data.cache import Prepared
+from fednoro.detect import NoisyClientDetector
 from fednoro.display import Terminal, prepared_table
+from fednoro.experiment import Run
 from fednoro.federation import Federation
+from fednoro.report.findings import findings
+from fednoro.report.judged import judged as judged_by
+from fednoro.report.reading import read
 from fednoro.rounds import Turn
 from fednoro.types import State
 
@@ -72,6 +79,52 @@ def test_a_client_that_is_judged_later_is_shown_though_it_is_clean(run: Path) ->
 def test_another_run_begins_with_the_whole_verdict(run: Path) -> None:
     watcher = Terminal(Console(width=100))
     assert shown(run, judged(5, [2]), terminal=watcher) == shown(run, judged(5, [2]), terminal=watcher)
+
+
+def first_lines(run: Path, *overrides: str) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    federation = Federation.load(run / "split.npz")
+    Terminal(console).started(resolve("digits", overrides), run, federation, start(20), "eager")
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_clients_that_the_user_names_are_said_at_the_start(run: Path) -> None:
+    said = first_lines(run, "method=fednoro-plus", "method.noisy=[3,0]")
+    assert "2 of 6 clients named noisy by method.noisy: client 00, client 03\n" in said
+    said = first_lines(run, "method=fednoro-plus", "method.noisy=[]")
+    assert "0 of 6 clients named noisy by method.noisy: none is looked for\n" in said
+    assert "named noisy" not in first_lines(run, "method=fednoro-plus") + first_lines(run)
+
+
+@pytest.mark.parametrize(("apart", "begins"), [(True, "Firm: "), (False, "Not firm: ")])
+def test_the_terminal_says_how_firm_a_verdict_is_as_the_report_does(tmp_path: Path, apart: bool, begins: str) -> None:
+    run = make_run(tmp_path / "run", clients=20, classes=8)
+    detection = json.loads((run / "detection.json").read_text())
+    if not apart:  # one group, which the mixture splits all the same
+        losses = np.random.default_rng(1).normal(1, 0.2, (20, 8))
+        detector = NoisyClientDetector(seed=0).fit(losses)
+        for k, row in detection["clients"].items():
+            row |= {"losses": losses[int(k)].tolist(), "counts": [5] * 8}
+            row |= {"noisy": bool(detector.noisy_[int(k)]), "posterior": float(detector.posterior_[int(k)])}
+        (run / "detection.json").write_text(json.dumps(detection))
+    state = replace(start(20), round=2, memo={"detection": detection})
+    last = shown(run, state)[0].splitlines()[-1]
+    recorded = read(run)
+    assert last.startswith(begins) and last in findings(recorded, judged_by(recorded)).noisy
+
+
+@pytest.mark.parametrize(
+    ("exact", "said"),
+    [
+        (True, "flagged exactly the noisy clients: recall 50%, precision 100%"),
+        (False, "the flagged clients differ from the noisy ones: recall 50%, precision 100%"),
+    ],
+)
+def test_the_end_says_whether_the_noisy_clients_were_found(tmp_path: Path, exact: bool, said: str) -> None:
+    found = {"exact": exact, "recall": 0.5, "precision": 1.0, "flagged": [1]}
+    console = Console(file=io.StringIO(), width=100)
+    Terminal(console).finished(Run(tmp_path, resolve("digits"), 0.9, 0.8, 0.8, found, (0.9, 0.8), 1.0))
+    assert said in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_what_could_not_be_read_comes_before_what_was_not_meant_by_reason(tmp_path: Path) -> None:

@@ -95,3 +95,61 @@ def test_only_what_exists_is_anchored(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "resize").mkdir()  # the name of an option's value, not a path
     config = resolve("digits", ["data={name: folder, path: not-there, crop: resize}"])
     assert anchored(config) == config
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Path:
+    """A run that lacks its end."""
+    run = fednoro.run("digits", *TINY, "method=fedavg", "device=cpu", f"out={tmp_path}", "name=x")
+    (run.folder / "result.json").unlink()
+    return run.folder
+
+
+def edit(folder: Path, *changes: tuple[str, str]) -> None:
+    file = folder / "config.yaml"
+    for before, after in changes:
+        assert before in file.read_text()
+        file.write_text(file.read_text().replace(before, after))
+
+
+def test_a_configuration_that_was_edited_is_not_mixed_into_a_run(stopped: Path) -> None:
+    edit(stopped, ("lr: 0.001", "lr: 0.1"), ("batch: 16", "batch: 8"))
+    with pytest.raises(UserError) as refused:
+        fednoro.resume(stopped)
+    assert str(refused.value) == (
+        f"{stopped / 'config.yaml'} has changed since the run began: train.batch (was 16, is 8), "
+        f"train.lr (was 0.001, is 0.1). Set it back, or begin another run with: "
+        f"fednoro run {stopped / 'config.yaml'} name=another"
+    )
+    edit(stopped, ("lr: 0.1", "lr: 1e-3"), ("batch: 8", "batch: 16"))
+    assert len(fednoro.resume(stopped).bacc) == 4, "what is written otherwise is the same"
+
+
+def test_many_changes_are_counted(stopped: Path) -> None:
+    edit(stopped, ("name: symmetric", "name: h_idn"), ("name: fedavg", "name: fedprox"), ("lr: 0.001", "lr: 0.1"))
+    edit(stopped, ("batch: 16", "batch: 8"))
+    with pytest.raises(UserError, match=r"config.yaml has changed since the run began: noise.name .* and 1 more\. "):
+        fednoro.resume(stopped)
+
+
+def test_where_and_how_a_run_is_carried_on_may_change(stopped: Path) -> None:
+    edit(
+        stopped, ("name: x", "name: y"), ("device: cpu", "device: auto"), ("checkpoint_every: 5", "checkpoint_every: 1")
+    )
+    assert len(fednoro.resume(stopped).bacc) == 4
+
+
+def test_a_run_of_an_earlier_version_resumes_and_is_guarded_from_then_on(stopped: Path) -> None:
+    (stopped / "checkpoints" / "config.yaml").unlink()
+    bacc = fednoro.resume(stopped).bacc
+    assert len(bacc) == 4
+    (stopped / "result.json").unlink()
+    edit(stopped, ("lr: 0.001", "lr: 0.1"))
+    with pytest.raises(UserError, match=r"train\.lr \(was 0\.001, is 0\.1\)"):
+        fednoro.resume(stopped)
+
+
+def test_an_option_that_a_newer_version_has_lost_does_not_stop_a_run(stopped: Path) -> None:
+    kept = stopped / "checkpoints" / "config.yaml"
+    kept.write_text(kept.read_text() + "gone: 1\n")
+    assert len(fednoro.resume(stopped).bacc) == 4

@@ -65,11 +65,22 @@ def test_labels_of_runs_that_differ_in_much_stay_short(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, seed=0) for name in ("a", "b", "c")]
     for i, run in enumerate(runs[1:], 1):
         config = yaml.safe_load((run / "config.yaml").read_text())
-        config["data"] = {"name": "folder", **{f"option_{j}": f"a long value {j}" for j in range(20)}, "z": i}
+        config["data"] = {"name": "folder", **{f"option_{j}": f"a long value {i * j}" for j in range(20)}, "z": i}
         (run / "config.yaml").write_text(yaml.safe_dump(config))
     first, second, third = (group.label for group in compare(runs).groups)
-    assert len(first) < 120 and first.endswith("differences") and "data=" in first
-    assert second != third and second.startswith("fednoro, data=folder"), "told apart, be it at length"
+    assert first == "fednoro, data=digits", "its kind alone tells it apart"
+    assert all(label.startswith("fednoro, data=folder, ") for label in (second, third)) and second != third
+    assert all(len(label) < 120 and label.endswith("more differences") for label in (second, third))
+
+
+def test_the_kind_of_noise_is_named_without_the_options_that_only_it_has(tmp_path: Path) -> None:
+    h_idn = {"name": "h_idn", "rate": 0.4, "low": 0.5, "high": 0.7, "epochs": 20}
+    noises = {"a": h_idn, "b": {"name": "symmetric", "rate": 0.2, "low": 0.3}, "c": {**h_idn, "high": 0.9}}
+    runs = [reconfigured(make_run(tmp_path / name), "noise", **noise) for name, noise in noises.items()]
+    assert [group.label for group in compare(runs[:2]).groups] == ["fednoro, noise=h_idn", "fednoro, noise=symmetric"]
+    assert [group.label for group in compare(runs).groups] == [
+        "fednoro, noise=h_idn, noise.high=0.7", "fednoro, noise=symmetric", "fednoro, noise=h_idn, noise.high=0.9"
+    ]  # fmt: skip
 
 
 def test_means_and_differences_are_those_of_the_runs(tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ from fednoro.report.page import render, write
 from fednoro.report.reading import read
 from fednoro.report.scene import Scene, printable, shortened
 from fednoro.report.static import drawn, save_all
+from fednoro.runs import CLIENT_COLUMNS
 from fednoro.types import UserError
 
+CLIENT = CLIENT_COLUMNS.index("client")
 ALL = [
     "partition",
     "losses",
@@ -305,3 +307,38 @@ def test_every_figure_can_be_drawn_on_paper(tmp_path: Path) -> None:
 def test_an_unknown_figure_is_a_clear_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no figure 'beauty': it has partition, bacc"):
         save_all(make_run(tmp_path / "run", method="fedavg"), tmp_path, only=("beauty",))
+
+
+# Clients over rounds
+
+
+def lines_of(scene: Scene, style: str) -> list[int]:
+    """How many points each drawn line of a style has."""
+    return [len(mark.points) for mark in scene.marks if mark.kind == "line" and mark.style == style and not mark.toggle]
+
+
+def without(run: Path, gone: dict[int, tuple[int, ...]]) -> Path:
+    """Takes the answers of clients in some rounds out of the log."""
+    head, *rows = (run / "clients.csv").read_text().splitlines(keepends=True)
+    kept = [row for row in rows if int(row.split(",")[0]) not in gone.get(int(row.split(",")[CLIENT]), ())]
+    assert len(kept) < len(rows)
+    (run / "clients.csv").write_text("".join([head, *kept]))
+    return run
+
+
+def test_lines_are_broken_where_clients_did_not_take_part(tmp_path: Path) -> None:
+    whole = made(make_run(tmp_path / "whole", rounds=9))["weights"]
+    assert lines_of(whole.draw(WIDE), "noisyline") == [9, 9] and lines_of(whole.draw(WIDE), "noisymean") == [9]
+    assert "broken" not in whole.caption
+    purged = made(without(make_run(tmp_path / "run", rounds=9), dict.fromkeys((2, 5), (4, 5, 6))))["weights"]
+    scene = purged.draw(WIDE)
+    assert lines_of(scene, "noisyline") == [3, 3, 3, 3] and lines_of(scene, "noisymean") == [3, 3]
+    assert lines_of(scene, "cleanline") == [9] * 4 and lines_of(scene, "cleanmean") == [9]
+    assert "broken where a client" in purged.caption
+
+
+def test_a_mean_goes_on_with_those_that_take_part_and_a_single_round_is_a_dot(tmp_path: Path) -> None:
+    scene = made(without(make_run(tmp_path / "run", rounds=9), {2: (2, 4, 5)}))["weights"].draw(WIDE)
+    assert lines_of(scene, "noisyline") == [4, 9] and lines_of(scene, "noisymean") == [9]
+    dots = [mark for mark in scene.marks if mark.kind == "circle" and mark.series == "noisy"]
+    assert len(dots) == 2  # rounds 1 and 3

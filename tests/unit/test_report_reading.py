@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from run_folders import WARMUP, make_run
 
 from fednoro.report import write_report
@@ -248,6 +249,21 @@ def test_a_method_that_judges_nobody_says_so_and_has_no_detection(tmp_path: Path
     run = make_run(tmp_path / "run", method="fedavg")
     assert Outline(render(run)).figures == ["partition", "bacc", "recall", "confusion", "weights", "time"]
     assert "fedavg has not judged the clients" in said(run)
+
+
+@pytest.mark.parametrize(("noisy", "count", "whom"), [([0, 3], "2", "client 00 and client 03"), ([], "none", "nobody")])
+def test_clients_that_the_user_names_are_not_said_to_want_judging(
+    tmp_path: Path, noisy: list[int], count: str, whom: str
+) -> None:
+    run = make_run(tmp_path / "run", method="fednoro-plus")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["method"] |= {"noisy": noisy}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    text = said(run)
+    assert f"; {count} of 6 clients named noisy by the user." in text
+    assert f"Named noisy by the user with method.noisy: {whom}." in text and "leave method.noisy out" in text
+    assert "run the same with method=fednoro" not in text
+    assert (">named noisy<" in render(run)) == bool(noisy)
 
 
 def test_other_marks_of_noise_have_figures_of_their_own(run: Path) -> None:

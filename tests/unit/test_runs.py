@@ -127,7 +127,7 @@ def test_every_failure_of_the_disk_is_one_line(code: int, tmp_path: Path) -> Non
 def test_a_folder_that_exists_is_never_taken_over(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match=r"mine exists already: choose another name=, or resume it"):
+    with pytest.raises(UserError, match=r"mine exists already: choose another name=$"):
         RunFolder(tmp_path / "mine").create()
     assert names(tmp_path / "mine") == ["thesis.txt"]
 
@@ -443,7 +443,7 @@ def test_a_snapshot_on_disk_is_the_snapshot_in_memory(folder: RunFolder) -> None
 def test_loading_and_resuming_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a run folder: it has no config\.yaml"):
         resume(tmp_path)
-    with pytest.raises(UserError, match=r"is not a run folder"):
+    with pytest.raises(UserError, match=r"nowhere does not exist"):
         resume(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds no finished run: result\.json: No such file"):
         load(tmp_path)

@@ -4,9 +4,12 @@
   root.classList.add("live");
 
   const theme = document.querySelector("[data-theme-button]");
+  const themes = ["auto", "light", "dark"];
   if (theme) theme.addEventListener("click", function () {
-    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
+    const name = themes[(themes.indexOf(theme.textContent) + 1) % 3];
+    if (name === "auto") delete root.dataset.theme; else root.dataset.theme = name;
+    theme.textContent = name;
+    theme.setAttribute("aria-label", "Theme: " + (name === "auto" ? "as the system" : name));
   });
 
   const table = document.querySelector("table.review");

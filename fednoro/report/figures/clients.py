@@ -23,12 +23,13 @@ def weights(run: Recorded, found: Judged | None) -> Figure | None:
     series = {} if run.ledger is None else run.ledger.series("weight")
     if not series:
         return None
-    side = _sides(series, found)
-    caption = "Each thin line is a client’s share of the new global model, thick lines are group means. " + _shift(
-        run, series, side
-    )
+    side = _sides(run, series, found)
+    caption = "Each thin line is a client’s share of the new global model, thick lines are group means. "
+    if any(len(_stretches(rounds)) > 1 for rounds, _ in series.values()):
+        caption += "They are broken where a client, or a whole group, did not take part. "
+    caption += _shift(run, series, side)
     label = f"Aggregation weights of {counted(len(series), 'client')} over rounds."
-    return _lines(run, series, side, ("weights", "Aggregation weights", caption, label, "weight"))
+    return _lines(run, found, series, ("weights", "Aggregation weights", caption, label, "weight"))
 
 
 def distances(run: Recorded, found: Judged | None) -> Figure | None:
@@ -37,18 +38,19 @@ def distances(run: Recorded, found: Judged | None) -> Figure | None:
     series = {k: item for k, item in series.items() if item[1].max(initial=0) > 0}
     if not series:
         return None
-    side = _sides(series, found)
     caption = (
-        "How far the weights of each client that looks noisy are from those of the nearest client that looks clean. "
+        "How far the weights of each client taken for noisy are from those of the nearest client taken for clean. "
         "A client’s share of the new model shrinks by exp(−d / largest d). "
-        "Clients that look clean are at 0 and not drawn."
+        "Clients taken for clean are at 0 and not drawn."
     )
     label = f"Distances of {counted(len(series), 'client')} over rounds."
-    return _lines(run, series, side, ("distances", "Distance to the nearest clean model", caption, label, "distance"))
+    return _lines(run, found, series, ("distances", "Distance to the nearest clean model", caption, label, "distance"))
 
 
-def _sides(series: Series, found: Judged | None) -> dict[int, str]:
-    verdict = {} if found is None else dict(zip(found.clients.tolist(), found.noisy.tolist(), strict=True))
+def _sides(run: Recorded, series: Series, found: Judged | None) -> dict[int, str]:
+    verdict = {} if run.named is None else {k: k in run.named for k in run.names}
+    if found is not None:
+        verdict = dict(zip(found.clients.tolist(), found.noisy.tolist(), strict=True))
     return {k: "unknown" if k not in verdict else "noisy" if verdict[k] else "clean" for k in series}
 
 
@@ -62,13 +64,14 @@ def _shift(run: Recorded, series: Series, side: dict[int, str]) -> str:
     share = sum(float(series[k][1][-1]) for k in present if k in flagged)
     images = sizes[[k for k in present if k in flagged]].sum() / max(sizes[present].sum(), 1)
     return (
-        f"Clients that look noisy hold {images:.0%} of the images that took part in round {last} "
+        f"Clients taken for noisy hold {images:.0%} of the images that took part in round {last} "
         f"and had {share:.0%} of the weight there."
     )
 
 
-def _lines(run: Recorded, series: Series, side: dict[int, str], words: Sequence[str]) -> Figure:
+def _lines(run: Recorded, found: Judged | None, series: Series, words: Sequence[str]) -> Figure:
     name, title, caption, label, unit = words
+    side = _sides(run, series, found)
     top = max(float(values.max()) for _, values in series.values()) * 1.06 or 1.0
     first = min(int(rounds[0]) for rounds, _ in series.values())
     end = max(run.planned, max(int(rounds[-1]) for rounds, _ in series.values()))
@@ -84,15 +87,24 @@ def _lines(run: Recorded, series: Series, side: dict[int, str], words: Sequence[
         draw_y(scene, box, y, round_ticks(0, top), lambda v: f"{v:g}", unit)
         draw_x(scene, box, x, whole_ticks(first, end), whole, "round")
         for k, (rounds, values) in series.items():
-            shown = thinned(len(rounds), 600 if len(series) <= 50 else 150)
             tip = f"{run.names[k]}: {unit} {values[0]:.3g} in round {rounds[0]}, {values[-1]:.3g} in round {rounds[-1]}"
-            points = [(x(int(rounds[i])), y(float(values[i]))) for i in shown]
-            scene.line(points, f"{side[k]}line", tip=tip, series=side[k])
-            if len(points) == 1:
-                scene.circle(*points[0], 2.5, side[k], tip=tip, series=side[k])
+            for stretch in _stretches(rounds):
+                shown = stretch[thinned(len(stretch), 600 if len(series) <= 50 else 150)]
+                points = [(x(int(rounds[i])), y(float(values[i]))) for i in shown]
+                if len(points) > 1:
+                    scene.line(points, f"{side[k]}line", tip=tip, series=side[k])
+                else:
+                    scene.circle(*points[0], 2.5 if len(rounds) == 1 else 1.5, side[k], tip=tip, series=side[k])
         for s, (rounds, values) in means.items():
-            scene.line([(x(int(rounds[i])), y(float(values[i]))) for i in thinned(len(rounds))], f"{s}mean", series=s)
+            for stretch in _stretches(rounds):
+                points = [(x(int(rounds[i])), y(float(values[i]))) for i in stretch[thinned(len(stretch))]]
+                if len(points) > 1:
+                    scene.line(points, f"{s}mean", series=s)
+                else:
+                    scene.circle(*points[0], 3, s, series=s)
         said = {"clean": "looks clean", "noisy": "looks noisy", "unknown": "client"}
+        if found is None:  # then it is the user who said so
+            said |= {"clean": "not named noisy", "noisy": "named noisy"}
         scene.legend(box.left, box.bottom + 56, [(f"{s}mean", said[s], s) for s in SIDES if groups[s]])
         return scene
 
@@ -102,6 +114,11 @@ def _lines(run: Recorded, series: Series, side: dict[int, str], words: Sequence[
     )
     table = Table(("client", "verdict", "rounds", "first", "mean", "last"), rows, "The whole series is in clients.csv.")
     return Figure(name, title, caption, label, draw, table)
+
+
+def _stretches(rounds: IntArray) -> list[IntArray]:
+    """Places of rounds that follow each other, apart from those after a round without this client."""
+    return np.split(np.arange(len(rounds)), np.flatnonzero(np.diff(rounds) > 1) + 1)
 
 
 def _mean(series: Series, members: list[int]) -> tuple[IntArray, FloatArray]:

@@ -188,8 +188,8 @@ def posterior(run: Recorded, found: Judged | None) -> Figure | None:
     else:
         caption += "The truth is not known. "
     if agreement is not None:
-        caption += "The strip below shows how many of nine other starting points of the mixture give the same verdict: "
-        caption += "the fuller, the more."
+        caption += "The strip under the chart shows how many of nine other starting points of the mixture "
+        caption += "give the same verdict: the fuller, the more."
     head = (
         "client",
         "P(noisy)",
