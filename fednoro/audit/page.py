@@ -196,7 +196,7 @@ def words(estimate: Estimate | None) -> str:
     if estimate is None:
         return "too few images could be judged"
     if estimate.share is None:
-        return f"at most {percent(estimate.high)} of those judged"
+        return f"at most {percent(estimate.high)}"
     return f"{percent(estimate.share)} ({percent(estimate.low)[:-1]}–{percent(estimate.high)})"
 
 

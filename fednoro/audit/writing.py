@@ -132,7 +132,7 @@ def site_table(sites: Sequence[SiteFinding]) -> Table:
         "site",
         "images",
         "differ",
-        "may be wrong",
+        "may be wrong,\nof those judged",
         *["truth"] * truth,
         *["detector"] * judged,
     ]
