@@ -167,7 +167,7 @@ def test_what_too_few_images_cannot_show_is_not_called_fine() -> None:
         "Nothing has to be done" not in html
         and "even 40% would not show" in html
         and "at most 40%" in html
-        and "share of those that could be judged" in html
+        and "share of those judged" in html
     )
     quiet = findings({0: np.array([50, 50])}, {0: np.diag([40, 40])}, ["a"], ["x", "y"], 5)
     assert lead(quiet).endswith("are wrong; up to 5% would not show.") and "Nothing has to be done" in page_of(quiet)
