@@ -5,35 +5,16 @@ Runs of earlier versions have kept none; it is then the one that they are first 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from fednoro.config import Config, dump, resolve
+from fednoro.config import INCIDENTAL, Config, dump, flat, resolve
 from fednoro.files import write_whole
 from fednoro.types import UserError
 
 # What may change without another result than a run on other hardware or in another place would have. Data are told
 # apart by what they are (`federation.fingerprint`), so that their files may move.
-HARMLESS = {
-    "name", "out", "track", "checkpoint_every", "device", "engine", "compile", "stack",
-    "data.path", "data.csv", "data.labels", "data.cache",
-}  # fmt: skip
+HARMLESS = {*INCIDENTAL, "data.path", "data.csv", "data.labels", "data.cache"}
 NAMED = 5  # changes that are told
-
-
-def flat(config: Config) -> dict[str, Any]:
-    """Every option by its dotted name."""
-
-    def walk(tree: Mapping[str, Any], above: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in tree.items():
-            found |= walk(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
-        return found
-
-    return walk(yaml.safe_load(dump(config)), "")
 
 
 def keep_or_compare(folder: Path, config: Config) -> None:

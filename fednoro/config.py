@@ -41,6 +41,8 @@ SINGLE: dict[str, type[Options]] = {"split": Split, "train": Training}  # sectio
 TRACKERS = ("tensorboard", "mlflow")
 OWN = ("folder", "prepared")  # data sources that are the user's own images and labels
 REAL = ("none", "from_file")  # noise that is none, or what people have made of the labels
+# Options that say where and by what a run is made, not what it is.
+INCIDENTAL = frozenset({"name", "out", "device", "engine", "compile", "stack", "checkpoint_every", "track"})
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,26 @@ def dump(config: Config) -> str:
         else:
             tree[item.name] = _plain(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def as_tree(config: Config) -> dict[str, Any]:
+    """What `dump` writes, as plain values."""
+    found: dict[str, Any] = yaml.safe_load(dump(config))
+    return found
+
+
+def flattened(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """`{"method": {"warmup": 10}}` → `{"method.warmup": 10}`."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inside = isinstance(value, Mapping) and value
+        found |= flattened(value, f"{above}{key}.") if inside else {f"{above}{key}": value}
+    return found
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every option by its dotted name."""
+    return flattened(as_tree(config))
 
 
 def anchored(config: Config) -> Config:

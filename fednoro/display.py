@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from fednoro.config import Config, dump, section_name
+from fednoro.config import Config, as_tree, section_name
 from fednoro.data.cache import Prepared
 from fednoro.experiment import Run, Watcher
 from fednoro.federation import Federation
@@ -94,8 +93,8 @@ class Terminal(Watcher):
         )
         self._say(f"partition {names['partition']}; {noise}; model {names['model']}; seed {config.seed}")
         if isinstance(named := getattr(config.method, "noisy", None), tuple):
-            whom = ", ".join(federation.names[k] for k in sorted({*named})) or "none is looked for"
-            self._say(f"{len({*named})} of {len(sizes)} clients named noisy by method.noisy: {escape(whom)}")
+            whom = ", ".join(federation.names[k] for k in sorted(named)) or "none is looked for"
+            self._say(f"{len(named)} of {len(sizes)} clients named noisy by method.noisy: {escape(whom)}")
         self._say(f"engine: {escape(engine)}")
         if state.round:
             self._say(f"going on after round {state.round}")
@@ -166,7 +165,7 @@ class Terminal(Watcher):
     def _firmness(self, detection: dict[str, Any]) -> str | None:
         """What the report will say on how firm the verdicts are."""
         assert self._config is not None and self._federation is not None
-        config, names = yaml.safe_load(dump(self._config)), {"sites": self._federation.names}
+        config, names = as_tree(self._config), {"sites": self._federation.names}
         recorded = Recorded(Path(), config=config, detection=detection, sites=names)
         found = judged(recorded)
         return None if found is None or found.agreement is None else stability(recorded, found)

@@ -20,10 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
-import yaml
-
 from fednoro.conduct import Run, Watcher
-from fednoro.config import Config, dump
+from fednoro.config import Config, flat
 from fednoro.federation import Federation
 from fednoro.rounds import Turn
 from fednoro.runs import RunFolder, round_record
@@ -178,7 +176,7 @@ class Tracked(Watcher):
     ) -> None:
         """The trackers begin, and get the rounds that the run has behind it."""
         self._classes, self._names = class_tags(classes), names
-        settings = flattened(yaml.safe_load(dump(config)))
+        settings = flat(config)
         self._each(lambda tracker: tracker.begin(folder, settings))
         records = RunFolder(folder).rounds()
         # As if the run had never stopped, so that its time axis has no gap.
@@ -248,15 +246,6 @@ def class_tags(classes: Sequence[str]) -> tuple[str, ...]:
     """Class names as both programs take them in a tag: letters, digits, - and _; no two alike."""
     plain = [re.sub(r"[^\w-]", "_", name)[:LONGEST] or "_" for name in classes]
     return tuple(f"{name}-{c}" if plain.count(name) > 1 else name for c, name in enumerate(plain))
-
-
-def flattened(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """`{"method": {"warmup": 10}}` → `{"method.warmup": 10}`."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        inside = isinstance(value, Mapping) and value
-        flat |= flattened(value, f"{above}{key}.") if inside else {f"{above}{key}": value}
-    return flat
 
 
 def verdict_text(detection: Mapping[str, Any], names: Sequence[str]) -> str:

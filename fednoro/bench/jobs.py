@@ -25,8 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from fednoro import experiment
-from fednoro.begun import flat
-from fednoro.config import Config, anchored, dump, resolve
+from fednoro.config import Config, anchored, dump, flat, resolve
 from fednoro.experiment import Watcher
 from fednoro.federation import Federation
 from fednoro.files import disk_errors, write_whole

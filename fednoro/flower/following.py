@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,7 +20,7 @@ from fednoro.audit.estimates import Estimate, SiteFinding
 from fednoro.audit.pages import plain
 from fednoro.audit.writing import site_table
 from fednoro.conduct import load
-from fednoro.config import Config, anchored, dump, resolve
+from fednoro.config import Config, anchored, as_tree, resolve
 from fednoro.display import Terminal
 from fednoro.experiment import free_folder
 from fednoro.flower.running import COMPLETED, DEFAULTS, Link, Status, UnreachableError
@@ -87,7 +86,7 @@ def placed(config: Config) -> tuple[Config, Path]:
 
 def as_json(config: Config) -> str:
     """The configuration as run-config carries it."""
-    return json.dumps(yaml.safe_load(dump(config)))
+    return json.dumps(as_tree(config))
 
 
 class Follower:

@@ -19,7 +19,7 @@ import yaml
 
 from fednoro.audit.exchanges import Audit
 from fednoro.clients import Client
-from fednoro.config import Config, dump, resolve
+from fednoro.config import Config, as_tree, resolve
 from fednoro.data.dataset import Dataset
 from fednoro.data.split import Split
 from fednoro.engine import EagerEngine, Hardware, choose_device, worthwhile_threads
@@ -124,12 +124,12 @@ def run_order(
     config: Config, classes: tuple[str, ...], held_out: bool, split: Path | None, audit: Audit | None = None
 ) -> str:
     """The run as one JSON string that goes with every task; `split` is for simulated sites."""
-    tree = yaml.safe_load(dump(config))
-    told = {name: tree[name] for name in SENT}
+    whole = as_tree(config)
+    told = {name: whole[name] for name in SENT}
     told["model"].pop("weights", None)  # a file on the coordinator's disk; a site is sent the weights themselves
     order: dict[str, Any] = {"config": told, "classes": list(classes), "held_out": held_out}
     if split is not None:
-        order["simulated"] = {"split": str(split), **{name: tree[name] for name in ("data", "device", "engine")}}
+        order["simulated"] = {"split": str(split), **{name: whole[name] for name in ("data", "device", "engine")}}
     if audit is not None:
         order["audit"] = asdict(audit)
     return json.dumps(order)

@@ -8,16 +8,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from fednoro.config import INCIDENTAL, flattened
 from fednoro.metrics import best_last
 from fednoro.report.reading import Recorded, read
 from fednoro.types import FloatArray, UserError
 
-# What says where and when a run was made, not what it is.
-INCIDENTAL = {"seed", "name", "out", "device", "engine", "compile", "stack", "checkpoint_every", "track"}
+APART = {*INCIDENTAL, "seed"}  # in which runs of one group may differ
 MEASURES = ("best", "last", "final")
 CONFIDENCE = 0.95
 LONGEST = 80  # characters of a label
@@ -99,7 +98,7 @@ def _usable(run: Recorded, remarks: list[str]) -> bool:
 def _grouped(runs: Sequence[Recorded]) -> list[Group]:
     found: dict[tuple[tuple[str, str], ...], dict[int, Recorded]] = {}
     for run in runs:
-        facts = tuple(sorted((key, str(value)) for key, value in _flat(run.config).items() if key not in INCIDENTAL))
+        facts = tuple(sorted((key, str(value)) for key, value in flattened(run.config).items() if key not in APART))
         seeds = found.setdefault(facts, {})
         seed = run.config["seed"]
         if seed in seeds:
@@ -109,14 +108,6 @@ def _grouped(runs: Sequence[Recorded]) -> list[Group]:
         seeds[seed] = run
     labels = _labels([dict(facts) for facts in found])
     return [Group(label, dict(sorted(seeds.items()))) for label, seeds in zip(labels, found.values(), strict=True)]
-
-
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{above}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
 
 
 def _labels(groups: Sequence[dict[str, str]]) -> list[str]:

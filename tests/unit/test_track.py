@@ -18,7 +18,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 import fednoro
 from fednoro import track
-from fednoro.config import resolve
+from fednoro.config import flattened, resolve
 from fednoro.experiment import Run, Watcher
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
@@ -211,4 +211,4 @@ def test_class_tags_are_distinct_and_plain(classes: list[str]) -> None:
 
 def test_classes_that_would_have_one_tag_get_two() -> None:
     assert track.class_tags(["a b", "a/b", "c"]) == ("a_b-0", "a_b-1", "c")
-    assert track.flattened({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
+    assert flattened({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}

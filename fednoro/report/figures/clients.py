@@ -29,7 +29,7 @@ def weights(run: Recorded, found: Judged | None) -> Figure | None:
         caption += "They are broken where a client, or a whole group, did not take part. "
     caption += _shift(run, series, side)
     label = f"Aggregation weights of {counted(len(series), 'client')} over rounds."
-    return _lines(run, found, series, ("weights", "Aggregation weights", caption, label, "weight"))
+    return _lines(run, series, side, ("weights", "Aggregation weights", caption, label, "weight"), found is None)
 
 
 def distances(run: Recorded, found: Judged | None) -> Figure | None:
@@ -44,7 +44,8 @@ def distances(run: Recorded, found: Judged | None) -> Figure | None:
         "Clients taken for clean are at 0 and not drawn."
     )
     label = f"Distances of {counted(len(series), 'client')} over rounds."
-    return _lines(run, found, series, ("distances", "Distance to the nearest clean model", caption, label, "distance"))
+    words = ("distances", "Distance to the nearest clean model", caption, label, "distance")
+    return _lines(run, series, _sides(run, series, found), words, found is None)
 
 
 def _sides(run: Recorded, series: Series, found: Judged | None) -> dict[int, str]:
@@ -69,9 +70,8 @@ def _shift(run: Recorded, series: Series, side: dict[int, str]) -> str:
     )
 
 
-def _lines(run: Recorded, found: Judged | None, series: Series, words: Sequence[str]) -> Figure:
+def _lines(run: Recorded, series: Series, side: dict[int, str], words: Sequence[str], unjudged: bool) -> Figure:
     name, title, caption, label, unit = words
-    side = _sides(run, series, found)
     top = max(float(values.max()) for _, values in series.values()) * 1.06 or 1.0
     first = min(int(rounds[0]) for rounds, _ in series.values())
     end = max(run.planned, max(int(rounds[-1]) for rounds, _ in series.values()))
@@ -103,7 +103,7 @@ def _lines(run: Recorded, found: Judged | None, series: Series, words: Sequence[
                 else:
                     scene.circle(*points[0], 3, s, series=s)
         said = {"clean": "looks clean", "noisy": "looks noisy", "unknown": "client"}
-        if found is None:  # then it is the user who said so
+        if unjudged:  # then it is the user who said so
             said |= {"clean": "not named noisy", "noisy": "named noisy"}
         scene.legend(box.left, box.bottom + 56, [(f"{s}mean", said[s], s) for s in SIDES if groups[s]])
         return scene
