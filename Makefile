@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 STAMP = $(VENV)/.installed
 DEV_STAMP = $(VENV)/.installed-dev
 
-.PHONY: run test test-slow lint format docs notebooks bench bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture bench-audit bench-flower bench-privacy bench-detection bench-conditions bench-misjudged clean
+.PHONY: run test moved test-slow lint format docs notebooks bench bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture bench-audit bench-flower bench-privacy bench-detection bench-conditions bench-misjudged same clean
 
 run: $(STAMP)
 	$(BIN)/fednoro run $(ARGS)
@@ -42,6 +42,16 @@ bench: bench-digits bench-engine bench-scale bench-stages bench-mixture
 
 bench-digits bench-engine bench-scale bench-stages bench-prepare bench-mixture bench-audit bench-flower bench-privacy bench-detection bench-conditions bench-misjudged: bench-%: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.$* $(ARGS)
+
+# Checks that a refactoring changes no result: make same BASE=main ARGS="--without flower"
+same: $(if $(BASE),$(DEV_STAMP))
+	@test -n "$(BASE)" || { echo "make same needs a git revision to compare with: make same BASE=main"; exit 1; }
+	$(BIN)/python -m benchmarks.same $(BASE) $(ARGS)
+
+# Checks that moved, split or renamed code is the same code: make moved BASE=main
+moved: $(if $(BASE),$(DEV_STAMP))
+	@test -n "$(BASE)" || { echo "make moved needs a git revision to compare with: make moved BASE=main"; exit 1; }
+	$(BIN)/python -m benchmarks.moved $(BASE) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
