@@ -11,14 +11,58 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fednoro.data.dataset import Dataset
     from fednoro.experiment import Run, load, resume, run
+    from fednoro.methods import Method
+    from fednoro.options import option
     from fednoro.trained import load_model
+    from fednoro.types import Reply, State, Step, Task, UserError
 
-__all__ = ["Run", "load", "load_model", "resume", "run"]
-_PIECES = (
-    "aggregate", "data", "detect", "indicators", "losses", "methods", "metrics", "mixture", "models", "noise",
-    "partition",
-)  # fmt: skip
+__all__ = [
+    "Dataset",
+    "Method",
+    "Reply",
+    "Run",
+    "State",
+    "Step",
+    "Task",
+    "UserError",
+    "load",
+    "load_model",
+    "option",
+    "resume",
+    "run",
+]
+# Where each name lives. Nothing is loaded before it is asked for: `import fednoro` is quick, and the
+# equations work without the dependencies of the configuration.
+_HOMES = {
+    "Dataset": "data.dataset",
+    "Method": "methods",
+    "Reply": "types",
+    "Run": "experiment",
+    "State": "types",
+    "Step": "types",
+    "Task": "types",
+    "UserError": "types",
+    "load": "experiment",
+    "load_model": "trained",
+    "option": "options",
+    "resume": "experiment",
+    "run": "experiment",
+}
+_PIECES = {
+    "aggregate": "aggregate",
+    "data": "data",
+    "detect": "detect",
+    "indicators": "indicators",
+    "losses": "losses",
+    "methods": "methods",
+    "metrics": "metrics",
+    "mixture": "mixture",
+    "models": "models",
+    "noise": "noise",
+    "partition": "partition",
+}
 
 
 def __dir__() -> list[str]:
@@ -26,13 +70,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # The pieces (losses, detect, aggregate, …) import without the configuration's dependencies.
-    if name == "load_model":
-        return importlib.import_module("fednoro.trained").load_model
-    if name in __all__:
-        from fednoro import experiment
-
-        return getattr(experiment, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"fednoro.{_HOMES[name]}"), name)
     if name in _PIECES:
-        return importlib.import_module(f"fednoro.{name}")
+        return importlib.import_module(f"fednoro.{_PIECES[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
