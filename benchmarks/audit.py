@@ -37,8 +37,8 @@ from fednoro.audit.simulated import Examined, Subject, examine
 from fednoro.clients import Client
 from fednoro.conduct import Watcher
 from fednoro.config import resolve
+from fednoro.core.types import BoolArray, FloatArray, IntArray
 from fednoro.experiment import laboratory
-from fednoro.types import BoolArray, FloatArray, IntArray
 
 Figures = dict[str, float]
 COLUMNS = {

@@ -27,16 +27,16 @@ import torch
 from benchmarks.machine import describe, in_processes, keep, kept, markdown, overrides_in, spread
 from fednoro.conduct import verdict_of
 from fednoro.config import resolve
+from fednoro.core.metrics import best_last
+from fednoro.core.types import FedNoRoWarning, State
 from fednoro.data.dataset import Dataset
 from fednoro.engine import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory, tester
 from fednoro.federation import Federation, assemble
 from fednoro.methods import Method
-from fednoro.metrics import best_last
 from fednoro.models import Packed
 from fednoro.rounds import play
 from fednoro.runs import to_device
-from fednoro.types import FedNoRoWarning, State
 
 PLUS, SHARING = "fednoro-plus", ("fedla", "fednoro")  # whose warm-up is FedLA's
 WRONG = 0.6  # of the most frequent class's labels, where that is the only class with noise

@@ -36,17 +36,27 @@ import torch
 from benchmarks.machine import describe, in_processes, keep, kept, markdown, overrides_in
 from fednoro import calibrated, explained
 from fednoro.config import resolve
+from fednoro.core.losses import log_prior, per_class_losses
+from fednoro.core.metrics import detection
+from fednoro.core.types import (
+    Clients,
+    FedNoRoWarning,
+    FloatArray,
+    IntArray,
+    Replies,
+    Reply,
+    Site,
+    State,
+    Task,
+)
 from fednoro.detect import NoisyClientDetector
 from fednoro.engine import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory
 from fednoro.explained import SENT, WATCH, WATCHED, left_over, measure
 from fednoro.federation import Federation, assemble
 from fednoro.left_out import PURGED_WIDER, pairs_of
-from fednoro.losses import log_prior, per_class_losses
 from fednoro.methods import FedLA, FedNoRoPlus
-from fednoro.metrics import detection
 from fednoro.models import Packed
-from fednoro.types import Clients, FedNoRoWarning, FloatArray, IntArray, Replies, Reply, Site, State, Task
 
 DETECTORS = ("paper", "reference", "shares", "sketched", "calibrated")
 HEADS = {"sketched": "sketched", "calibrated": "areas"}  # where the evidence has what the others' heads part

@@ -25,14 +25,14 @@ from torch import nn
 from benchmarks import plain
 from benchmarks.machine import best_and_median, describe, markdown, ratio, seconds
 from fednoro.clients import Client
+from fednoro.core.seeds import generator
+from fednoro.core.training import Augment, Training
+from fednoro.core.types import Clients, State, Task
 from fednoro.data.dataset import Dataset
 from fednoro.engine import EagerEngine, Hardware, Precision, choose_device, worthwhile_threads
 from fednoro.methods import FedNoRo, Method
 from fednoro.models import Cnn, Model, Packed, Resnet18, initialise
 from fednoro.rounds import Evaluation, play
-from fednoro.seeds import generator
-from fednoro.training import Augment, Training
-from fednoro.types import Clients, State, Task
 
 MODELS: dict[str, Model] = {"resnet18": Resnet18(), "cnn": Cnn(width=16)}
 CHANNELS = {"resnet18": 3, "cnn": 1}

@@ -21,7 +21,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import describe, markdown
-from fednoro.flower.running import COMPLETED, Link, app_toml, command, environment, free_port, owned, simulation_link
+from fednoro.flower.running import (
+    COMPLETED,
+    Link,
+    app_toml,
+    command,
+    environment,
+    free_port,
+    owned,
+    simulation_link,
+)
 
 PATIENCE = 900.0
 
@@ -67,8 +76,8 @@ def deployment(root: Path, clients: int) -> Iterator[Link]:
 def on_flower(way: str, chosen: Sequence[str], clients: int, root: Path) -> tuple[float, tuple[int, int]]:
     """Seconds per round, and bytes from the nodes and to them in all."""
     from fednoro.config import resolve
+    from fednoro.core.types import UserError
     from fednoro.flower.following import as_json
-    from fednoro.types import UserError
 
     config = resolve(chosen[0], [*chosen[1:], f"out={root}", "name=run"])
     (root / "app").mkdir(parents=True)

@@ -22,9 +22,9 @@ from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
 
 from benchmarks.machine import best_and_median, describe, markdown, ratio
+from fednoro.core.types import FloatArray
 from fednoro.detect import min_max
 from fednoro.mixture import Covariance, Init, fit_mixtures, flagged_sets, starting_points
-from fednoro.types import FloatArray
 
 CLASSES = (8, 5)  # ISIC 2019 and ICH
 HEADER = (

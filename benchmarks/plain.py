@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from fednoro.clients import Client
+from fednoro.core.training import Augment, Training
 from fednoro.data.dataset import Dataset
-from fednoro.training import Augment, Training
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_DEVIATION = 0.449, 0.226

@@ -27,15 +27,15 @@ from safetensors.torch import load_file
 
 import fednoro
 from fednoro.config import resolve
+from fednoro.core.losses import per_class_losses
+from fednoro.core.metrics import detection
+from fednoro.core.seeds import generator
+from fednoro.core.types import BoolArray, FedNoRoWarning, FloatArray, IntArray
 from fednoro.detect import NoisyClientDetector
 from fednoro.engine import Hardware
-from fednoro.losses import per_class_losses
 from fednoro.methods.fednoro import FedNoRo
-from fednoro.metrics import detection
 from fednoro.models import Packed, initialise
 from fednoro.privacy import noisy_class_losses, withhold
-from fednoro.seeds import generator
-from fednoro.types import BoolArray, FedNoRoWarning, FloatArray, IntArray
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fednoro.core.options import option
+    from fednoro.core.types import Reply, State, Step, Task, UserError
     from fednoro.data.dataset import Dataset
     from fednoro.experiment import Run, load, resume, run
     from fednoro.methods import Method
-    from fednoro.options import option
     from fednoro.trained import load_model
-    from fednoro.types import Reply, State, Step, Task, UserError
 
 __all__ = [
     "Dataset",
@@ -33,31 +33,31 @@ __all__ = [
     "resume",
     "run",
 ]
-# Where each name lives. Nothing is loaded before it is asked for: `import fednoro` is quick, and the
+# Where each name lives. Nothing is loaded before it is used: `import fednoro` is quick, and the
 # equations work without the dependencies of the configuration.
 _HOMES = {
     "Dataset": "data.dataset",
     "Method": "methods",
-    "Reply": "types",
+    "Reply": "core.types",
     "Run": "experiment",
-    "State": "types",
-    "Step": "types",
-    "Task": "types",
-    "UserError": "types",
+    "State": "core.types",
+    "Step": "core.types",
+    "Task": "core.types",
+    "UserError": "core.types",
     "load": "experiment",
     "load_model": "trained",
-    "option": "options",
+    "option": "core.options",
     "resume": "experiment",
     "run": "experiment",
 }
 _PIECES = {
-    "aggregate": "aggregate",
+    "aggregate": "core.aggregate",
     "data": "data",
     "detect": "detect",
     "indicators": "indicators",
-    "losses": "losses",
+    "losses": "core.losses",
     "methods": "methods",
-    "metrics": "metrics",
+    "metrics": "core.metrics",
     "mixture": "mixture",
     "models": "models",
     "noise": "noise",

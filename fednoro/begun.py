@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fednoro.config import INCIDENTAL, Config, dump, flat, resolve
-from fednoro.files import write_whole
-from fednoro.types import UserError
+from fednoro.core.files import write_whole
+from fednoro.core.types import UserError
 
 # What may change without another result than a run on other hardware or in another place would have. Data are told
 # apart by what they are (`federation.fingerprint`), so that their files may move.

@@ -26,9 +26,19 @@ import numpy as np
 import torch
 
 from fednoro import explained, left_out
+from fednoro.core.types import (
+    Clients,
+    FedNoRoWarning,
+    FloatArray,
+    Reply,
+    Site,
+    State,
+    Task,
+    UserError,
+    Weights,
+)
 from fednoro.explained import FEW, SENT, Judgement
 from fednoro.left_out import Scale
-from fednoro.types import Clients, FedNoRoWarning, FloatArray, Reply, Site, State, Task, UserError, Weights
 from fednoro.verdicts import SCORED, scoring_model, verdicts
 
 MOMENTS = "moments"  # the task; among a state's kept models: the totals

@@ -21,9 +21,9 @@ from rich.text import Text
 from fednoro import deliver, listing, prepare
 from fednoro.audit import command as audit
 from fednoro.bench.command import bench
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.flower import command as flower
 from fednoro.report import command as report
-from fednoro.types import FedNoRoWarning, UserError
 
 app = typer.Typer(
     name="fednoro",

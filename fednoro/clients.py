@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fednoro.types import IntArray
+from fednoro.core.types import IntArray
 
 
 @dataclass

@@ -16,13 +16,13 @@ from typing import Any
 
 from fednoro.clients import Client
 from fednoro.config import Config, resolve, section_name
+from fednoro.core.files import write_json, write_whole
+from fednoro.core.metrics import best_last, detection
+from fednoro.core.types import BoolArray, FedNoRoWarning, State, UserError, Weights
 from fednoro.federation import Federation
-from fednoro.files import write_json, write_whole
-from fednoro.metrics import best_last, detection
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, Exchange, Turn, play
 from fednoro.runs import RunFolder, Saver
-from fednoro.types import BoolArray, FedNoRoWarning, State, UserError, Weights
 from fednoro.verdicts import verdicts
 
 

@@ -18,16 +18,16 @@ from typing import Any, Literal
 
 import yaml
 
+from fednoro.core.options import Options, option
+from fednoro.core.training import Training
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data import SOURCES, Source
 from fednoro.data.split import Split
 from fednoro.methods import METHODS, Method, find_method, name_of
 from fednoro.models import MODELS, Factory, Model
 from fednoro.noise import NOISES
 from fednoro.noise import Kind as NoiseModel
-from fednoro.options import Options, option
 from fednoro.partition import PARTITIONS, Partition
-from fednoro.training import Training
-from fednoro.types import FedNoRoWarning, UserError
 from fednoro.validation import suggest, validate
 
 REGISTRIES: dict[str, Mapping[str, type[Any]]] = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,9 +79,9 @@ def predict(
 
     from rich.console import Console
 
+    from fednoro.core.types import FedNoRoWarning
     from fednoro.predict import predict as made
     from fednoro.predict import write
-    from fednoro.types import FedNoRoWarning
 
     found = made(run, images, batch)
     for path in to or []:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
 
+from fednoro.core.types import BoolArray, FedNoRoWarning, FloatArray, UserError
 from fednoro.mixture import fit_mixtures, starting_points
-from fednoro.types import BoolArray, FedNoRoWarning, FloatArray, UserError
 
 Behaviour = Literal["paper", "reference"]
 Covariance = Literal["full", "diag", "spherical", "tied"]

@@ -10,11 +10,19 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from fednoro.config import Config, as_tree, section_name
+from fednoro.core.types import State
 from fednoro.data.cache import Prepared
 from fednoro.experiment import Run, Watcher
 from fednoro.federation import Federation
@@ -23,7 +31,6 @@ from fednoro.report.judged import judged
 from fednoro.report.reading import Recorded
 from fednoro.rounds import Turn
 from fednoro.runs import RunFolder
-from fednoro.types import State
 from fednoro.verdicts import verdicts
 
 REASONS, EXAMPLES = 5, 3  # why images were left out, and which

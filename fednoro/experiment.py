@@ -16,24 +16,35 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fednoro.aggregate import average
 from fednoro.begun import keep_or_compare
 from fednoro.clients import Client
 from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, warnings_to
 from fednoro.config import Config, anchored, dump, resolve, section_name
+from fednoro.core.aggregate import average
+from fednoro.core.files import disk_errors, write_json, write_whole
+from fednoro.core.metrics import confusion
+from fednoro.core.types import (
+    Failure,
+    FedNoRoWarning,
+    FloatArray,
+    IntArray,
+    Reply,
+    Site,
+    State,
+    Task,
+    UserError,
+    Weights,
+)
 from fednoro.data.dataset import Dataset
 from fednoro.data.split import write_split
 from fednoro.engine import EagerEngine, Hardware, choose_device, release_memory, worthwhile_threads
 from fednoro.federation import Federation, assemble, fingerprint
-from fednoro.files import disk_errors, write_json, write_whole
 from fednoro.methods import Method
-from fednoro.metrics import confusion
 from fednoro.models import Packed, initialise
 from fednoro.report import write_report
 from fednoro.rounds import Evaluation
 from fednoro.runs import RunFolder, environment, to_device
 from fednoro.track import tracked
-from fednoro.types import Failure, FedNoRoWarning, FloatArray, IntArray, Reply, Site, State, Task, UserError, Weights
 
 __all__ = ["Lab", "Run", "Watcher", "laboratory", "load", "resume", "run"]
 

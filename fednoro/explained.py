@@ -37,9 +37,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednoro.core.losses import log_prior, logit_adjusted_ce
+from fednoro.core.types import FloatArray, Reply, Site, State, Step, Task, Weights
 from fednoro.left_out import Scale, chance, likeliest
-from fednoro.losses import log_prior, logit_adjusted_ce
-from fednoro.types import FloatArray, Reply, Site, State, Step, Task, Weights
 
 WATCH = "watch"  # the setting of tasks that ask for a measure
 WATCHED = 5  # rounds: the smallest b of fewer still scatters

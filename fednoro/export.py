@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fednoro.conduct import Run
+from fednoro.core.files import write_whole
+from fednoro.core.seeds import generator
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.federation import Federation, fingerprint
-from fednoro.files import write_whole
-from fednoro.seeds import generator
 from fednoro.trained import Trained, open_trained, untrained
-from fednoro.types import FedNoRoWarning, UserError
 
 IMAGES = 64  # that a model is compared on
 TOLERANCE = 1e-4  # |a − b| ≤ TOLERANCE · (1 + |b|) for every logit: another program adds in another order

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from fednoro.clients import Client
+from fednoro.core.files import write_whole
+from fednoro.core.seeds import generator
+from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
 from fednoro.data.dataset import Dataset
 from fednoro.data.leakage import Report, leakage
 from fednoro.data.split import Parts, Split
-from fednoro.files import write_whole
 from fednoro.noise import Context, Kind
 from fednoro.partition import Partition
-from fednoro.seeds import generator
-from fednoro.types import BoolArray, FloatArray, IntArray, UserError
 
 
 @dataclass(frozen=True)

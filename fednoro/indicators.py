@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from fednoro.core.losses import per_class_losses
+from fednoro.core.types import FloatArray, UserError
 from fednoro.detect import fill_missing, min_max
-from fednoro.losses import per_class_losses
-from fednoro.types import FloatArray, UserError
 
 _ENTRIES = 2**22  # distances held at a time: 32 MiB
 

@@ -42,8 +42,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednoro.seeds import generator
-from fednoro.types import FloatArray, IntArray
+from fednoro.core.seeds import generator
+from fednoro.core.types import FloatArray, IntArray
 
 # Chosen on HAM10000 and digits, and not sensitive: benchmarks/detection.py.
 RIDGE = 0.003

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 SECTIONS = {"methods": "method", "data": "data", "partitions": "partition", "noise": "noise", "models": "model"}
 
@@ -55,7 +55,7 @@ def ls(
 
 def _kinds() -> dict[str, dict[str, type[Any]]]:
     from fednoro.config import REGISTRIES, SINGLE, General
-    from fednoro.training import Augment
+    from fednoro.core.training import Augment
 
     kinds: dict[str, dict[str, type[Any]]] = {name: dict(REGISTRIES[section]) for name, section in SECTIONS.items()}
     kinds |= {name: {name: kind} for name, kind in SINGLE.items()} | {"general": {"general": General}}
@@ -94,7 +94,7 @@ def _default(item: dataclasses.Field[Any]) -> str:
 
 
 def _meaning(item: dataclasses.Field[Any]) -> str:
-    from fednoro.options import allowed
+    from fednoro.core.options import allowed
 
     listed = re.search(r"Literal\[(.*?)\]", str(item.type))
     choices = re.sub("[\"']", "", listed[1]) if listed else ""

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fednoro.types import BoolArray, FloatArray, IntArray, UserError
+from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
 
 Covariance = Literal["full", "diag", "spherical"]
 Init = Literal["kmeans", "random"]

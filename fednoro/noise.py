@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fednoro.options import Options, option
-from fednoro.types import BoolArray, FedNoRoWarning, FloatArray, IntArray, UserError
+from fednoro.core.options import Options, option
+from fednoro.core.types import BoolArray, FedNoRoWarning, FloatArray, IntArray, UserError
 
 
 def flip_labels(labels: IntArray, probabilities: FloatArray, rate: float, rng: np.random.Generator) -> IntArray:

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from fednoro.options import Options, option
-from fednoro.types import BoolArray, FloatArray, IntArray, UserError
+from fednoro.core.options import Options, option
+from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
 
 _TRIES = 100
 

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fednoro.conduct import Run
+from fednoro.core.files import write_whole
+from fednoro.core.types import FloatArray, UserError
 from fednoro.data.archive import LIMIT
-from fednoro.files import write_whole
 from fednoro.trained import Trained, open_trained
-from fednoro.types import FloatArray, UserError
 
 ENDINGS = {"", ".jpg", ".jpeg", ".png", ".dcm", ".dicom"}  # in folders; archives of hospitals name DICOM without one
 BATCH = 64

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 if TYPE_CHECKING:
     from fednoro.data.cache import Prepared

@@ -30,9 +30,9 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from fednoro.options import Options, option
-from fednoro.seeds import generator
-from fednoro.types import FloatArray, IntArray, Task, UserError
+from fednoro.core.options import Options, option
+from fednoro.core.seeds import generator
+from fednoro.core.types import FloatArray, IntArray, Task, UserError
 
 NOISE_SEED = "score_seed"  # in a scoring task's settings: what the noise is drawn from
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fednoro.core.types import FloatArray
 from fednoro.mixture import fit_mixtures
-from fednoro.types import FloatArray
 
 
 def upper_component(values: FloatArray) -> FloatArray:

@@ -16,10 +16,20 @@ from typing import Protocol
 import numpy as np
 
 from fednoro.calibrated import MOMENTS
+from fednoro.core.metrics import per_class_recall
+from fednoro.core.seeds import generator
+from fednoro.core.types import (
+    Clients,
+    Failure,
+    FedNoRoWarning,
+    IntArray,
+    Replies,
+    Reply,
+    State,
+    Task,
+    Weights,
+)
 from fednoro.methods import Method
-from fednoro.metrics import per_class_recall
-from fednoro.seeds import generator
-from fednoro.types import Clients, Failure, FedNoRoWarning, IntArray, Replies, Reply, State, Task, Weights
 
 
 class Exchange(Protocol):

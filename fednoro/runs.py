@@ -32,10 +32,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fednoro.clients import Client
+from fednoro.core.files import disk_errors, take_lock, to_disk, whole, write_json
+from fednoro.core.types import State, UserError, Weights
 from fednoro.engine.streams import current, finish, stream
-from fednoro.files import disk_errors, take_lock, to_disk, whole, write_json
 from fednoro.rounds import Turn
-from fednoro.types import State, UserError, Weights
 
 CLIENT_COLUMNS = (
     "round", "task", "client", "status", "size", "loss", "weight", "distance", "lam",

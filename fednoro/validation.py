@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 
 def validate(kind: type[Any], values: Any, section: str, registry: Mapping[str, type[Any]] | None = None) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from fednoro.core.types import Clients, FedNoRoWarning, Reply, State, Weights
 from fednoro.detect import NoisyClientDetector
-from fednoro.types import Clients, FedNoRoWarning, Reply, State, Weights
 
 SCORED = "scored"  # among a state's kept models
 

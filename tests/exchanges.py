@@ -13,13 +13,13 @@ import torch
 from federations import CLASSES, MIXED, ROUNDS, distance, federation, same, three_channels
 from torch import Tensor, nn
 
+from fednoro.core.training import Augment, Training
+from fednoro.core.types import Failure, Reply, State, Task
 from fednoro.engine import EagerEngine, Precision
 from fednoro.methods import FedNoRoPlus, Method
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
 from fednoro.runs import to_device
-from fednoro.training import Augment, Training
-from fednoro.types import Failure, Reply, State, Task
 
 CPU = torch.device("cpu")
 TRAINING = Training(rounds=ROUNDS, batch=4, lr=1e-3, augment=Augment(rotate=15, translate=0.1, flip=True))

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from fednoro.clients import Client
+from fednoro.core.training import Training
+from fednoro.core.types import State, Weights
 from fednoro.data.dataset import Dataset
 from fednoro.methods import METHODS, Method
 from fednoro.models import Cnn, Packed, initialise
-from fednoro.training import Training
-from fednoro.types import State, Weights
 
 CLASSES, ROUNDS, BATCH = 4, 5, 4
 TRAINING = Training(rounds=ROUNDS, batch=BATCH, lr=0.01)

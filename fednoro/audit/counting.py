@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fednoro.types import FloatArray, IntArray, UserError
+from fednoro.core.types import FloatArray, IntArray, UserError
 
 SLACK = 1e-6  # by which p_j may fall short of t_j: a site whose images all have the same p must not miss its own mean
 NEVER = 2.0  # the threshold of a class that nobody holds: no probability reaches it

@@ -17,7 +17,7 @@ import numpy as np
 
 from fednoro.audit.counting import calibrated, confident_joint
 from fednoro.audit.suppression import Line, suppress
-from fednoro.types import FloatArray, IntArray
+from fednoro.core.types import FloatArray, IntArray
 
 Z95 = 1.959963984540054
 COARSE = 20  # shares of a site whose count is withheld are rounded to 1/20

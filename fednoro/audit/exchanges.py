@@ -25,12 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fednoro.audit.counting import NEVER, SLACK, site_counts, site_joint, thresholds
-from fednoro.methods.fedavg import advance
-from fednoro.methods.fedla import FedLA
-from fednoro.methods.fednoro_plus import CORRECTED_FROM, SOFT
-from fednoro.options import option
-from fednoro.seeds import generator
-from fednoro.types import (
+from fednoro.core.options import option
+from fednoro.core.seeds import generator
+from fednoro.core.types import (
     Clients,
     FedNoRoWarning,
     FloatArray,
@@ -43,6 +40,9 @@ from fednoro.types import (
     Task,
     UserError,
 )
+from fednoro.methods.fedavg import advance
+from fednoro.methods.fedla import FedLA
+from fednoro.methods.fednoro_plus import CORRECTED_FROM, SOFT
 
 Scores = Literal["early", "cross_fit", "corrected"]
 # What a site keeps in its memory: softmax f, softmax(f + log π), and the thresholds.

@@ -23,8 +23,8 @@ from fednoro.audit.exchanges import LEVELS, PROBABILITIES
 from fednoro.audit.pages import plain, render
 from fednoro.audit.ranking import Ranking, rank
 from fednoro.audit.sheets import sheet
-from fednoro.files import disk_errors, write_whole
-from fednoro.types import IntArray, UserError
+from fednoro.core.files import disk_errors, write_whole
+from fednoro.core.types import IntArray, UserError
 
 THUMBNAIL = 96  # pixels; smaller images are kept as they are
 TINY = 48  # images up to this size are shown enlarged with their pixels visible

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fednoro.audit.counting import UNSURE, checked, looks_like
-from fednoro.types import BoolArray, FloatArray, IntArray
+from fednoro.core.types import BoolArray, FloatArray, IntArray
 
 
 @dataclass(frozen=True)

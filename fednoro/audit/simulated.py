@@ -16,6 +16,7 @@ from fednoro.audit.exchanges import LEVELS, PROBABILITIES, Audit, Sent
 from fednoro.clients import Client
 from fednoro.conduct import Watcher
 from fednoro.config import Config, resolve
+from fednoro.core.types import FedNoRoWarning, FloatArray, State, UserError, Weights
 from fednoro.data.dataset import Dataset
 from fednoro.experiment import Lab, laboratory
 from fednoro.federation import Federation, fingerprint
@@ -23,7 +24,6 @@ from fednoro.methods.fednoro_plus import CORRECTED
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
 from fednoro.runs import RunFolder, Snapshot, load_checkpoint, to_device
-from fednoro.types import FedNoRoWarning, FloatArray, State, UserError, Weights
 
 EARLY = 10  # rounds before a model judges labels, where the run's method has no warm-up; FedNoRo's default
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 Mark = Literal["shown", "small", "withheld"]
 

@@ -14,13 +14,24 @@ from rich.text import Text
 from fednoro.audit.estimates import Findings, SiteFinding, findings
 from fednoro.audit.exchanges import Audit, Scores
 from fednoro.audit.letter import COLUMNS, TOP, Holding, Judgement, rows, write_letter
-from fednoro.audit.page import Account, doubt, headline, lead, ordered, otherwise, page, to_json, unjudged, words
+from fednoro.audit.page import (
+    Account,
+    doubt,
+    headline,
+    lead,
+    ordered,
+    otherwise,
+    page,
+    to_json,
+    unjudged,
+    words,
+)
 from fednoro.audit.pages import percent, plain
 from fednoro.audit.sheets import sheet
 from fednoro.audit.simulated import Examined, Subject, examine, subject
 from fednoro.conduct import Watcher, warnings_to
-from fednoro.files import disk_errors, write_json, write_whole
-from fednoro.types import UserError
+from fednoro.core.files import disk_errors, write_json, write_whole
+from fednoro.core.types import UserError
 
 
 @dataclass(frozen=True)

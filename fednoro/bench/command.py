@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 bench = typer.Typer(
     help="""The paper's tables and figures, on data of your choice.

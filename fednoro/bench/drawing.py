@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from fednoro.core.files import write_whole
+from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
 from fednoro.federation import Federation
-from fednoro.files import write_whole
-from fednoro.types import BoolArray, FloatArray, IntArray, UserError
 
 # Okabe and Ito's palette.
 BLUE, VERMILION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#5A5A5A"

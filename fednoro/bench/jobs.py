@@ -26,14 +26,14 @@ from safetensors.torch import save
 
 from fednoro import experiment
 from fednoro.config import Config, anchored, dump, flat, resolve
+from fednoro.core.files import disk_errors, write_whole
+from fednoro.core.types import Failure, FloatArray, Reply, Site, State, Task, UserError, Weights
 from fednoro.experiment import Watcher
 from fednoro.federation import Federation
-from fednoro.files import disk_errors, write_whole
 from fednoro.indicators import INDICATORS
 from fednoro.methods import FedLA, FedNoRo, Method
 from fednoro.rounds import Turn
 from fednoro.runs import LOGS, RunFolder, Snapshot, load_checkpoint
-from fednoro.types import Failure, FloatArray, Reply, Site, State, Task, UserError, Weights
 
 PLACE_ONLY = ("name", "out", "checkpoint_every")  # what a run's numbers do not depend on
 ANNOTATED = ("data.", "split.", "partition.", "noise.", "model.", "train.augment.")

@@ -17,12 +17,21 @@ from fednoro.bench.figures import Partition, WarmUp
 from fednoro.bench.jobs import closure
 from fednoro.bench.order import Order
 from fednoro.bench.render import WRITERS, terminal
-from fednoro.bench.tables import METHODS, STAGE_2, Comparison, Grid, Indicators, Table, paper_grid, settings_of
+from fednoro.bench.tables import (
+    METHODS,
+    STAGE_2,
+    Comparison,
+    Grid,
+    Indicators,
+    Table,
+    paper_grid,
+    settings_of,
+)
 from fednoro.bench.workers import perform_all
 from fednoro.config import seeds as read_seeds
-from fednoro.files import disk_errors, take_lock, write_whole
+from fednoro.core.files import disk_errors, take_lock, write_whole
+from fednoro.core.types import UserError
 from fednoro.methods import METHODS as REGISTERED
-from fednoro.types import UserError
 
 DATA = {"table2": "isic2019"}  # of the paper; ICH elsewhere
 

@@ -18,12 +18,12 @@ import torch
 
 from fednoro.bench.jobs import Job
 from fednoro.config import Config
+from fednoro.core.files import write_whole
+from fednoro.core.types import State, UserError
 from fednoro.engine import release_memory
 from fednoro.experiment import Run, Watcher
 from fednoro.federation import Federation
-from fednoro.files import write_whole
 from fednoro.rounds import Turn
-from fednoro.types import State, UserError
 
 Tell = Callable[[str, Any], None]  # (what happened, details)
 

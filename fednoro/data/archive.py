@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fednoro.types import FedNoRoWarning, UserError
+from fednoro.core.types import FedNoRoWarning, UserError
 
 LIMIT = 256 * 2**20  # bytes of one file; a CT slice has half a mebibyte, a large photograph twenty
 MAX_RATIO, RATIO_FROM = 1000, 16 * 2**20  # a black slice packs as well as a bomb does, but it is small

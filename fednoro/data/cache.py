@@ -29,12 +29,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
+from fednoro.core.files import take_lock
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data import manifest
 from fednoro.data.archive import Member, Tree
 from fednoro.data.dataset import Dataset
 from fednoro.data.rows import IMAGES, JOURNAL, Decode, Progress, Workers, bytes_there, write_rows
-from fednoro.files import take_lock
-from fednoro.types import FedNoRoWarning, UserError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WEEK = 7 * 24 * 3600.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fednoro.types import IntArray, UserError
+from fednoro.core.types import IntArray, UserError
 
 
 @dataclass(frozen=True)

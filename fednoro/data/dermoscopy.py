@@ -10,11 +10,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from posixpath import basename, splitext
 
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.archive import Member, Tree, open_tree
 from fednoro.data.cache import Plan, Recipe, Record
 from fednoro.data.pixels import Crop, decode_image
 from fednoro.data.table import Row, read_bytes
-from fednoro.types import FedNoRoWarning, UserError
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fednoro.core.types import UserError
 from fednoro.data.pixels import Crop, fit
-from fednoro.types import UserError
 
 if TYPE_CHECKING:
     from pydicom import Dataset as Header

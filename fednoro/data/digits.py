@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from fednoro.core.options import Options, option
+from fednoro.core.seeds import generator
+from fednoro.core.types import FloatArray, IntArray
 from fednoro.data.dataset import Dataset
-from fednoro.options import Options, option
-from fednoro.seeds import generator
-from fednoro.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True)

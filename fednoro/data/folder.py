@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fednoro.core.options import Options, option
+from fednoro.core.types import UserError
 from fednoro.data import cache
 from fednoro.data.archive import Tree, open_tree
 from fednoro.data.cache import Plan, Record
@@ -19,8 +21,6 @@ from fednoro.data.dataset import Dataset
 from fednoro.data.pixels import Crop, decode_image
 from fednoro.data.rows import Progress
 from fednoro.data.table import Row, parse_table, read_table
-from fednoro.options import Options, option
-from fednoro.types import UserError
 
 if TYPE_CHECKING:
     from fednoro.data.dicom import Window

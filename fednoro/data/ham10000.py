@@ -9,15 +9,22 @@ from pathlib import Path
 from posixpath import basename
 from typing import ClassVar, Literal
 
+from fednoro.core.options import Options, option
+from fednoro.core.types import UserError
 from fednoro.data import cache
 from fednoro.data.archive import Tree
 from fednoro.data.cache import Plan, Record
 from fednoro.data.dataset import Dataset
-from fednoro.data.dermoscopy import compare_counts, find_images, find_table, open_path, plan_matched, refuse_duplicates
+from fednoro.data.dermoscopy import (
+    compare_counts,
+    find_images,
+    find_table,
+    open_path,
+    plan_matched,
+    refuse_duplicates,
+)
 from fednoro.data.rows import Progress
 from fednoro.data.table import parse_table, read_bytes
-from fednoro.options import Options, option
-from fednoro.types import UserError
 
 PUBLISHED = {
     7: {"mel": 1113, "nv": 6705, "bcc": 514, "akiec": 327, "bkl": 1099, "df": 115, "vasc": 142},

@@ -23,6 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from fednoro.core.files import disk_errors, write_json
+from fednoro.core.options import Options, option
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data import cache
 from fednoro.data.archive import Tree, open_tree
 from fednoro.data.cache import Plan, Recipe, Record, home_folder
@@ -30,9 +33,6 @@ from fednoro.data.dataset import Dataset
 from fednoro.data.dicom import check_pydicom, decode_dicom, patient
 from fednoro.data.rows import Progress
 from fednoro.data.table import parse_table
-from fednoro.files import disk_errors, write_json
-from fednoro.options import Options, option
-from fednoro.types import FedNoRoWarning, UserError
 
 CLASSES = ("epidural", "intraparenchymal", "intraventricular", "subarachnoid", "subdural")  # the paper's order
 PUBLISHED = (1497, 13932, 8914, 14717, 28909)

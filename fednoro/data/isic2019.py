@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from fednoro.core.options import Options, option
+from fednoro.core.types import UserError
 from fednoro.data import cache
 from fednoro.data.cache import Plan, Record
 from fednoro.data.dataset import Dataset
@@ -21,8 +23,6 @@ from fednoro.data.dermoscopy import (
 )
 from fednoro.data.rows import Progress
 from fednoro.data.table import parse_table, read_table
-from fednoro.options import Options, option
-from fednoro.types import UserError
 
 PUBLISHED = {
     "MEL": 4522, "NV": 12875, "BCC": 3323, "AK": 867, "BKL": 2624, "DF": 239, "VASC": 253, "SCC": 628

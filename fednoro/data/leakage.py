@@ -12,9 +12,9 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from fednoro.core.types import FedNoRoWarning, IntArray
 from fednoro.data.dataset import Dataset
 from fednoro.data.split import Parts
-from fednoro.types import FedNoRoWarning, IntArray
 
 Report = dict[str, dict[str, int]]
 

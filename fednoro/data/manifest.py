@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from fednoro.core.types import UserError
 from fednoro.data.dataset import Dataset
 from fednoro.data.rows import IMAGES, to_disk
-from fednoro.types import UserError
 
 VERSION = 2
 MANIFEST = "manifest.json"

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fednoro.core.options import Options, option
+from fednoro.core.types import IntArray, UserError
 from fednoro.data import cache
 from fednoro.data.archive import Member
 from fednoro.data.cache import Plan, Recipe, Record
 from fednoro.data.dataset import Dataset
 from fednoro.data.rows import Progress
-from fednoro.options import Options, option
-from fednoro.types import IntArray, UserError
 
 _PARTS = ("train", "val", "test")
 _DAMAGE = (OSError, EOFError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error)

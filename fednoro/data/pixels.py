@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from fednoro.core.options import Options, option
+from fednoro.core.types import UserError
 from fednoro.data import cache
 from fednoro.data.dataset import Dataset
-from fednoro.options import Options, option
-from fednoro.types import UserError
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from typing import IO, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fednoro.core.types import UserError
 from fednoro.data.archive import Member
-from fednoro.types import UserError
 
 IMAGES, JOURNAL = "images.npy", "journal"
 # Threads take turns for the part of decoding that is Python, a quarter of it for a DICOM slice: up to four cores they

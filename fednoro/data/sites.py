@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fednoro.core.options import Options
+from fednoro.core.types import UserError
 from fednoro.data.dataset import Dataset
-from fednoro.options import Options
-from fednoro.types import UserError
 
 
 @dataclass(frozen=True)

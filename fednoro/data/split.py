@@ -12,11 +12,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from fednoro.core.files import write_whole
+from fednoro.core.options import Options, option
+from fednoro.core.types import BoolArray, FedNoRoWarning, IntArray, UserError
 from fednoro.data.dataset import Dataset
 from fednoro.data.table import read_table
-from fednoro.files import write_whole
-from fednoro.options import Options, option
-from fednoro.types import BoolArray, FedNoRoWarning, IntArray, UserError
 
 PARTS = ("train", "validation", "test")
 

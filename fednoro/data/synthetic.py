@@ -18,10 +18,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fednoro.core.options import Options, option
+from fednoro.core.seeds import generator
+from fednoro.core.types import IntArray, UserError
 from fednoro.data.dataset import Dataset
-from fednoro.options import Options, option
-from fednoro.seeds import generator
-from fednoro.types import IntArray, UserError
 
 _CHUNK_VALUES = 4_000_000  # pixels drawn at once: bounds memory whatever the size of the images
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 NAMED = {",": "commas", ";": "semicolons", "\t": "tabs"}
 Row = tuple[int, dict[str, str]]  # the line that the row ends on, and its stripped cells by column

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.functional import conv2d
 
 from fednoro.clients import Client
+from fednoro.core.training import Training
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.dataset import Dataset
 from fednoro.engine import kernels
 from fednoro.engine.cpu import CpuEngine
@@ -22,8 +24,6 @@ from fednoro.engine.eager import EagerEngine
 from fednoro.engine.programs import Precision
 from fednoro.engine.streams import release_memory
 from fednoro.engine.threads import worthwhile_threads
-from fednoro.training import Training
-from fednoro.types import FedNoRoWarning, UserError
 
 __all__ = [
     "CpuEngine", "CudaEngine", "EagerEngine", "Hardware", "Kind", "Precision", "choose_device", "release_memory",

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fednoro.clients import Client
+from fednoro.core.seeds import torch_seed
+from fednoro.core.training import Training
+from fednoro.core.types import Failure, IntArray, Reply, Task, Weights
 from fednoro.data.dataset import Dataset
 from fednoro.engine.eager import EagerEngine, EagerSite, answered
 from fednoro.engine.lane import Lane
 from fednoro.methods import Method
-from fednoro.seeds import torch_seed
-from fednoro.training import Training
-from fednoro.types import Failure, IntArray, Reply, Task, Weights
 
 HELD = 2**30  # bytes of models that may wait to be folded
 COPIES = 6  # of a model that a lane holds: network, anchor, gradient, Adam's two moments, and the one it sends

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fednoro.clients import Client
+from fednoro.core.training import Training
+from fednoro.core.types import Failure, FedNoRoWarning, IntArray, Reply, Task, Weights
 from fednoro.data.dataset import Dataset
 from fednoro.engine.cpu import cut, windows
 from fednoro.engine.eager import EagerEngine, EagerSite, failure
@@ -39,8 +41,6 @@ from fednoro.engine.stacked_net import stackable
 from fednoro.engine.streams import after, current, event, finish, release_memory, synchronize
 from fednoro.engine.turns import Turns, meet
 from fednoro.methods import Method
-from fednoro.training import Training
-from fednoro.types import Failure, FedNoRoWarning, IntArray, Reply, Task, Weights
 
 Answer = tuple[Reply | Failure, torch.cuda.Event | None]
 

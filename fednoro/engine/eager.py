@@ -16,14 +16,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fednoro.clients import Client
+from fednoro.core.seeds import generator, torch_seed
+from fednoro.core.training import Training
+from fednoro.core.types import Failure, FloatArray, IntArray, Reply, Step, Task, Weights
 from fednoro.data.dataset import Dataset
 from fednoro.engine.images import DRAWS, Images
-from fednoro.engine.lane import EVALUATION_BATCH, Lane, batches, blocks, normalise_by_running_statistics, room, schedule
+from fednoro.engine.lane import (
+    EVALUATION_BATCH,
+    Lane,
+    batches,
+    blocks,
+    normalise_by_running_statistics,
+    room,
+    schedule,
+)
 from fednoro.methods import Method
 from fednoro.models import Packed
-from fednoro.seeds import generator, torch_seed
-from fednoro.training import Training
-from fednoro.types import Failure, FloatArray, IntArray, Reply, Step, Task, Weights
 
 
 class EagerEngine:

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fednoro.core.training import Training
+from fednoro.core.types import FedNoRoWarning, Step, Weights
 from fednoro.engine import kernels
 from fednoro.engine.anchor import Anchor
 from fednoro.engine.half import Half, HalfAdam
@@ -30,8 +32,6 @@ from fednoro.engine.programs import (
 )
 from fednoro.engine.streams import stream
 from fednoro.models import Packed
-from fednoro.training import Training
-from fednoro.types import FedNoRoWarning, Step, Weights
 
 ANCHORED = 512  # images that the anchor sees at once
 PAUSE = 16  # steps that are queued before others have their turn

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fednoro.core.training import Training
 from fednoro.engine.lane import Adam
 from fednoro.models import Packed
-from fednoro.training import Training
 
 
 class Half(nn.Module):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fednoro.core.training import Augment, normalisation
 from fednoro.engine import kernels
-from fednoro.training import Augment, normalisation
 
 DRAWS = 4  # uniforms that augmenting one image takes: angle, two shifts, flip
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fednoro.training import Augment
+from fednoro.core.training import Augment
 
 PIXELS = 1024  # that one block draws
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fednoro.core.seeds import generator
+from fednoro.core.training import FURTHER, Augment, Training
+from fednoro.core.types import IntArray, Task, UserError, Weights
 from fednoro.engine.images import DRAWS, Images
 from fednoro.models import Packed
 from fednoro.models.networks import Convolution
 from fednoro.models.products import Spare
-from fednoro.seeds import generator
-from fednoro.training import FURTHER, Augment, Training
-from fednoro.types import IntArray, Task, UserError, Weights
 
 EVALUATION_BATCH = 512
 BLOCK = 64 * 2**20  # bytes of images that a lane prepares at once

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fednoro.core.types import Step
 from fednoro.engine.streams import synchronize
-from fednoro.types import Step
 
 Precision = Literal["fp32", "tf32", "bf16"]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fednoro.clients import Client
+from fednoro.core.types import Step, Task, Weights
 from fednoro.engine.graphs import CudaLane
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.lane import Epoch, batches
 from fednoro.engine.programs import Inputs, kind_of_step
-from fednoro.types import Step, Task, Weights
 
 
 @dataclass

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fednoro.core.types import FloatArray, Step, Task, Weights
 from fednoro.engine.eager import EagerSite
 from fednoro.engine.graphs import CudaLane
 from fednoro.engine.lane import schedule
 from fednoro.engine.request import Request
 from fednoro.engine.turns import Turns
-from fednoro.types import FloatArray, Step, Task, Weights
 
 ASKED = 256  # images of a client in one batch without gradients
 

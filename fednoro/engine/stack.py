@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fednoro.core.training import Training
+from fednoro.core.types import IntArray, Weights
 from fednoro.engine import stacked_kernels
 from fednoro.engine.graphs import CudaLane
 from fednoro.engine.half import Half
@@ -41,8 +43,6 @@ from fednoro.engine.stacked_loss import losses, only
 from fednoro.engine.stacked_net import StackedNet
 from fednoro.engine.stacked_ops import adam
 from fednoro.engine.streams import after, current, stream, synchronize
-from fednoro.training import Training
-from fednoro.types import IntArray, Weights
 
 STEPS = 20_000  # of Adam, after which its corrections are 1 in float32
 PREPARED = 2**30  # bytes of images that are prepared at once

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from fednoro.core.types import Step
 from fednoro.engine.anchor import Anchor
 from fednoro.engine.programs import Precision, Program, autocast
 from fednoro.engine.stacked_net import Lift, OneOfMany, StackedNet
-from fednoro.types import Step
 
 
 def losses(

@@ -28,7 +28,8 @@ from fednoro.audit.simulated import end_of_run, unmeasured, verdicts_in
 from fednoro.audit.writing import write_page
 from fednoro.conduct import Watcher, held
 from fednoro.config import Config, resolve, section_name
-from fednoro.files import disk_errors, write_json
+from fednoro.core.files import disk_errors, write_json
+from fednoro.core.types import State, UserError
 from fednoro.flower.coordinator import LogWatcher, moment, network_for, recalibrated
 from fednoro.flower.exchange import FlowerExchange
 from fednoro.flower.options import AuditOrder, Deployment
@@ -36,7 +37,6 @@ from fednoro.flower.roster import Roster
 from fednoro.flower.site import run_order
 from fednoro.rounds import Turn, play
 from fednoro.runs import RunFolder, to_device
-from fednoro.types import State, UserError
 
 
 def audit_sites(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | None = None) -> Path:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from fednoro.files import disk_errors
-from fednoro.types import UserError
+from fednoro.core.files import disk_errors
+from fednoro.core.types import UserError
 
 try:
     from cryptography import x509

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeVar
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 Status = Literal["ok", "warning", "failed"]
 Finding = TypeVar("Finding")

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from fednoro.audit.command import Scores
+from fednoro.core.types import UserError
 from fednoro.flower.operations import certs, init, site
-from fednoro.types import UserError
 
 if TYPE_CHECKING:
     from fednoro.flower.following import Follower

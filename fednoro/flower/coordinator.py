@@ -21,13 +21,14 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from safetensors import SafetensorError, safe_open
 
-from fednoro.aggregate import average
 from fednoro.begun import keep_or_compare
 from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, warnings_to
 from fednoro.config import Config, anchored, dump, resolve, section_name
+from fednoro.core.aggregate import average
+from fednoro.core.files import write_json, write_whole
+from fednoro.core.types import Failure, FedNoRoWarning, Reply, State, Task, UserError, Weights
 from fednoro.engine import choose_device
 from fednoro.experiment import federation_of, free_folder, laboratory, tester
-from fednoro.files import write_json, write_whole
 from fednoro.flower.exchange import FlowerExchange
 from fednoro.flower.options import Deployment
 from fednoro.flower.roster import Kind, Roster, known_sites, numbered
@@ -37,7 +38,6 @@ from fednoro.report import write_report
 from fednoro.rounds import Evaluation, Turn
 from fednoro.runs import RunFolder, environment, to_device
 from fednoro.track import tracked
-from fednoro.types import Failure, FedNoRoWarning, Reply, State, Task, UserError, Weights
 
 ATTEMPTS = 3  # at an evaluation that no site answers
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
+from fednoro.core.types import Failure, Reply, Task
 from fednoro.flower.records import ERROR, UnreadableError, read_reply, task_records, weight_record
 from fednoro.flower.roster import Roster
 from fednoro.methods import Method
-from fednoro.types import Failure, Reply, Task
 
 EXPIRY = 60.0  # seconds that a message outlives its exchange
 

@@ -21,10 +21,10 @@ from fednoro.audit.pages import plain
 from fednoro.audit.writing import site_table
 from fednoro.conduct import load
 from fednoro.config import Config, anchored, as_tree, resolve
+from fednoro.core.types import UserError
 from fednoro.display import Terminal
 from fednoro.experiment import free_folder
 from fednoro.flower.running import COMPLETED, DEFAULTS, Link, Status, UnreachableError
-from fednoro.types import UserError
 
 Values = dict[str, str | int | float]
 ASK_EVERY = (3.0, 15.0)  # seconds between questions to Flower, each of which starts a process: at first, and later

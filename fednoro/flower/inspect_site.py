@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from fednoro.config import Config
+from fednoro.core.types import UserError
 from fednoro.data import Source
 from fednoro.data.cache import Plan, Preparable, home_folder
 from fednoro.data.cache import prepare as prepare_cache
 from fednoro.engine import choose_device
 from fednoro.flower.checks import Check, failed, few, ok, size, warning
 from fednoro.models import initialise
-from fednoro.types import UserError
 
 SAMPLE = 200  # images that are decoded to see whether they can be read
 TINY = 5  # images: a class with fewer teaches little, and its mean loss says much about each

@@ -15,9 +15,9 @@ import torch
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from torch import Tensor, nn
 
-from fednoro import losses
+from fednoro.core import losses
+from fednoro.core.types import UserError
 from fednoro.flower.records import SIZE
-from fednoro.types import UserError
 
 SCORE = "query.score"  # the message type that asks for scores
 LAM, TEMPERATURE = "lam", "temperature"  # in the config of a site that was judged noisy

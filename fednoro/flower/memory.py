@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fednoro.files import disk_errors, write_whole
-from fednoro.types import UserError
+from fednoro.core.files import disk_errors, write_whole
+from fednoro.core.types import UserError
 
 RUN_KEY = re.compile(r"[0-9a-f]{8,64}")  # it becomes a folder's name, and comes from elsewhere
 

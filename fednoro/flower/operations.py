@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 site = typer.Typer(help="A site's own side: its settings, and whether it is ready.", no_args_is_help=True)
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from fednoro.options import Options, option
-from fednoro.types import UserError
+from fednoro.core.options import Options, option
+from fednoro.core.types import UserError
 
 if TYPE_CHECKING:  # so that the help does not wait for torch
     from fednoro.audit.exchanges import Audit

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from fednoro.types import FloatArray, Reply, Task, Weights
+from fednoro.core.types import FloatArray, Reply, Task, Weights
 
 SIZE = "num-examples"  # Flower's word for it
 ERROR = "error"  # in a reply's config: the site could not do its task

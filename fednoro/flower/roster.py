@@ -18,11 +18,11 @@ from typing import Any
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fednoro.files import write_json
+from fednoro.core.files import write_json
+from fednoro.core.types import UserError
 from fednoro.flower.options import Deployment
 from fednoro.flower.records import ERROR
 from fednoro.runs import RunFolder
-from fednoro.types import UserError
 
 AGAIN = 60.0  # seconds after which a node that was refused is asked again: its site may have been put right
 Kind = tuple[tuple[str, ...], tuple[int, ...]]  # class names, and height, width and channels of the images

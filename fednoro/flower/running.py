@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 COMPLETED = "finished:completed"
 ANSWER = 120.0  # seconds in which Flower's command has to answer a question

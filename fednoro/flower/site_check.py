@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fednoro.config import Config, resolve
+from fednoro.core.types import UserError
 from fednoro.flower.checks import Check, failed, guarded, ok, warning
 from fednoro.flower.inspect_link import inspect_ca, inspect_connection, inspect_key
 from fednoro.flower.inspect_site import (
@@ -18,7 +19,6 @@ from fednoro.flower.inspect_site import (
     inspect_packages,
 )
 from fednoro.flower.site import SiteOptions, read_site
-from fednoro.types import UserError
 
 
 def check_site(

@@ -19,16 +19,33 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
+from fednoro.core.types import (
+    Clients,
+    FedNoRoWarning,
+    Replies,
+    Reply,
+    State,
+    Task,
+    UserError,
+    Weights,
+)
 from fednoro.flower.local import LAM, SCORE, TEMPERATURE
 from fednoro.flower.records import SIZE
 from fednoro.methods import FedNoRo as Method
 from fednoro.rounds import Screen, draw
-from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, State, Task, UserError, Weights
 from fednoro.verdicts import verdicts
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fednoro.core.options import imported
+from fednoro.core.types import UserError
 from fednoro.methods.fedavg import Method
 from fednoro.methods.fedcorr import FedCorr, FedCorrLA
 from fednoro.methods.fedla import FedLA
@@ -13,8 +15,6 @@ from fednoro.methods.fednoro_plus import FedNoRoPlus
 from fednoro.methods.fedprox import FedProx
 from fednoro.methods.rhfl import RHFL
 from fednoro.methods.rofl import RoFL
-from fednoro.options import imported
-from fednoro.types import UserError
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": Method,

@@ -20,9 +20,19 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.aggregate import average
-from fednoro.options import Options
-from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, Site, State, Step, Task, Weights
+from fednoro.core.aggregate import average
+from fednoro.core.options import Options
+from fednoro.core.types import (
+    Clients,
+    FedNoRoWarning,
+    Replies,
+    Reply,
+    Site,
+    State,
+    Step,
+    Task,
+    Weights,
+)
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fednoro.core.losses import drift, log_prior
+from fednoro.core.options import option
+from fednoro.core.seeds import generator
+from fednoro.core.types import (
+    Clients,
+    FedNoRoWarning,
+    Replies,
+    Reply,
+    Site,
+    State,
+    Step,
+    Task,
+    UserError,
+)
 from fednoro.indicators import lid
-from fednoro.losses import drift, log_prior
 from fednoro.methods.fedavg import Method
-from fednoro.options import option
 from fednoro.relabel import believed, upper_component, worst
-from fednoro.seeds import generator
-from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, Site, State, Step, Task, UserError
 
 FEWEST = 5  # images for a LID: with fewer than 4 neighbours the estimate has no finite variance
 UNTRUSTED = 1.0  # the noise level of a client that was flagged and did not say its own

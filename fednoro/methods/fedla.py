@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fednoro.losses import log_prior, logit_adjusted_ce
+from fednoro.core.losses import log_prior, logit_adjusted_ce
+from fednoro.core.options import option
+from fednoro.core.types import Site, Step, Task
 from fednoro.methods.fedavg import Method
-from fednoro.options import option
-from fednoro.types import Site, Step, Task
 
 
 @dataclass(frozen=True)

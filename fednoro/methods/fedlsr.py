@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.losses import at_least_float32, entropy, js_divergence, sharpen
+from fednoro.core.losses import at_least_float32, entropy, js_divergence, sharpen
+from fednoro.core.options import option
+from fednoro.core.training import normalisation
+from fednoro.core.types import Site, Step, Task
 from fednoro.methods.fedavg import Method
-from fednoro.options import option
-from fednoro.training import normalisation
-from fednoro.types import Site, Step, Task
 
 FLOOR = 1e-6  # of q
 TURN = 30.0  # degrees

@@ -37,15 +37,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.aggregate import average, distance_weights, nearest_clean
 from fednoro.calibrated import MOMENTS, WIDTHS, add_up, questions, record, score, summed
+from fednoro.core.aggregate import average, distance_weights, nearest_clean
+from fednoro.core.losses import (
+    distill,
+    gaussian_ramp,
+    log_prior,
+    logit_adjusted_ce,
+    per_class_losses,
+)
+from fednoro.core.options import option
+from fednoro.core.types import (
+    Clients,
+    FedNoRoWarning,
+    FloatArray,
+    Replies,
+    Reply,
+    Site,
+    State,
+    Step,
+    Task,
+    UserError,
+)
 from fednoro.detect import Behaviour, NoisyClientDetector
 from fednoro.explained import WATCH, watch, watching
-from fednoro.losses import distill, gaussian_ramp, log_prior, logit_adjusted_ce, per_class_losses
 from fednoro.methods.fedavg import Method, advance, nobody_answered
-from fednoro.options import option
 from fednoro.privacy import NOISE_SEED, noise_generator, noisy_class_losses, withhold
-from fednoro.types import Clients, FedNoRoWarning, FloatArray, Replies, Reply, Site, State, Step, Task, UserError
 from fednoro.verdicts import judge, scoring_model, unscored, verdicts
 
 

@@ -50,7 +50,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.aggregate import average
 from fednoro.calibrated import (
     AGAIN,
     FIRST,
@@ -68,14 +67,25 @@ from fednoro.calibrated import (
     summed,
     suspects,
 )
+from fednoro.core.aggregate import average
+from fednoro.core.losses import distill, held, log_prior, logit_adjusted_ce
+from fednoro.core.options import option
+from fednoro.core.seeds import generator
+from fednoro.core.training import FURTHER
+from fednoro.core.types import (
+    Clients,
+    FedNoRoWarning,
+    Replies,
+    Reply,
+    Site,
+    State,
+    Step,
+    Task,
+    UserError,
+)
 from fednoro.explained import FEW, WATCH, WATCHED, watch, watching
-from fednoro.losses import distill, held, log_prior, logit_adjusted_ce
 from fednoro.methods.fedavg import Method
 from fednoro.methods.fednoro import by_distance
-from fednoro.options import option
-from fednoro.seeds import generator
-from fednoro.training import FURTHER
-from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, Site, State, Step, Task, UserError
 from fednoro.verdicts import unscored, verdicts
 
 TEACHER = "teacher"  # among a state's kept models

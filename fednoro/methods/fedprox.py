@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.losses import squared_distance
+from fednoro.core.losses import squared_distance
+from fednoro.core.options import option
+from fednoro.core.types import Step
 from fednoro.methods.fedavg import Method
-from fednoro.options import option
-from fednoro.types import Step
 
 
 @dataclass(frozen=True)

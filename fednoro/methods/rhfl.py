@@ -27,11 +27,11 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from fednoro.aggregate import average
-from fednoro.losses import symmetric_ce
+from fednoro.core.aggregate import average
+from fednoro.core.losses import symmetric_ce
+from fednoro.core.options import option
+from fednoro.core.types import FedNoRoWarning, FloatArray, Replies, Reply, Site, State, Step, Task
 from fednoro.methods.fedavg import Method, advance, nobody_answered
-from fednoro.options import option
-from fednoro.types import FedNoRoWarning, FloatArray, Replies, Reply, Site, State, Step, Task
 
 
 @dataclass(frozen=True)

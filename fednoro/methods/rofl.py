@@ -31,11 +31,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.losses import held
+from fednoro.core.losses import held
+from fednoro.core.options import option
+from fednoro.core.seeds import generator
+from fednoro.core.types import (
+    BoolArray,
+    Clients,
+    FloatArray,
+    Replies,
+    Reply,
+    Site,
+    State,
+    Step,
+    Task,
+)
 from fednoro.methods.fedavg import Method
-from fednoro.options import option
-from fednoro.seeds import generator
-from fednoro.types import BoolArray, Clients, FloatArray, Replies, Reply, Site, State, Step, Task
 
 SLACK = 1e-4  # so that 0.8 of 5 is 4 in float32 as well
 LEAST = 0.1  # of Σ|s_k| that Σ s_k must be: with less, opposite similarities would throw the centroid far out

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from fednoro.core.options import Options, imported, option
+from fednoro.core.seeds import torch_seed
+from fednoro.core.types import UserError
 from fednoro.models.networks import ResNet, SmallCNN
 from fednoro.models.packed import Packed
 from fednoro.models.pretrained import load_pretrained
-from fednoro.options import Options, imported, option
-from fednoro.seeds import torch_seed
-from fednoro.types import UserError
 
 __all__ = [
     "MODELS", "Cnn", "Factory", "Model", "Packed", "ResNet", "Resnet18", "Resnet34", "Resnet50", "SmallCNN",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednoro.types import Weights
+from fednoro.core.types import Weights
 
 LARGE = 2**20  # bytes of a vector that is worth keeping
 

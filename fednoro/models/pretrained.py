@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednoro.types import FedNoRoWarning, UserError
+from fednoro.core.types import FedNoRoWarning, UserError
 
 CLASSIFIER = "fc."
 

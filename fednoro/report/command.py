@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 EVERY = 2.0  # seconds between looks at a run that is watched
 WATCHED = ("config.yaml", "split.npz", "rounds.jsonl", "clients.csv", "detection.json", "result.json", ".lock")
@@ -89,7 +89,7 @@ def compare(
 
     Example: fednoro compare runs/digits-fednoro-seed* runs/digits-fedavg-seed*
     """
-    from fednoro.files import write_whole
+    from fednoro.core.files import write_whole
     from fednoro.report.compare import as_csv
     from fednoro.report.compare import compare as made
     from fednoro.report.compared import difference_table, render, summary

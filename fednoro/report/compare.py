@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from fednoro.config import INCIDENTAL, flattened
-from fednoro.metrics import best_last
+from fednoro.core.metrics import best_last
+from fednoro.core.types import FloatArray, UserError
 from fednoro.report.reading import Recorded, read
-from fednoro.types import FloatArray, UserError
 
 APART = {*INCIDENTAL, "seed"}  # in which runs of one group may differ
 MEASURES = ("best", "last", "final")

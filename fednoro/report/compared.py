@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from fednoro.core.types import FloatArray
 from fednoro.report.axes import Box, draw_x, draw_y, percent, round_ticks, whole_ticks
 from fednoro.report.compare import CONFIDENCE, MEASURES, Comparison, Difference, Group, interval
 from fednoro.report.figures.figure import Cell, Figure, Table, counted, listed
@@ -13,7 +14,6 @@ from fednoro.report.figures.training import thinned, whole
 from fednoro.report.page import drawing, page
 from fednoro.report.palette import SERIES
 from fednoro.report.scene import Scene, shortened
-from fednoro.types import FloatArray
 
 LETTERS = 34  # of a group's label in a figure
 

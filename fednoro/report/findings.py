@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fednoro.metrics import best_last, per_class_recall
+from fednoro.core.metrics import best_last, per_class_recall
+from fednoro.core.types import FloatArray, IntArray
 from fednoro.report.figures.figure import counted, is_are, listed, quoted
 from fednoro.report.judged import OTHER_STARTS, Judged
 from fednoro.report.reading import Recorded
 from fednoro.report.scene import shortened
-from fednoro.types import FloatArray, IntArray
 
 POOR_RECALL, FALL, FEW_TESTED, FEW_IMAGES = 0.5, 0.03, 30, 5
 JUDGE_NOBODY = ("fedavg", "fedprox", "fedla", "rofl", "rhfl", "fedlsr")

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from fednoro.core.types import BoolArray, FloatArray, IntArray
 from fednoro.report.reading import Recorded
-from fednoro.types import BoolArray, FloatArray, IntArray
 
 OTHER_STARTS = 9
 

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fednoro.files import write_whole
+from fednoro.core.files import write_whole
 from fednoro.report import palette
 from fednoro.report.figures import figures
 from fednoro.report.figures.figure import NARROW, WIDE, Cell, Figure, counted

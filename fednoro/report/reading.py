@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml
 
-from fednoro.files import take_lock
-from fednoro.types import BoolArray, FloatArray, IntArray, UserError
+from fednoro.core.files import take_lock
+from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
 
 T = TypeVar("T")
 PARTS = ("config.yaml", "rounds.jsonl", "clients.csv", "split.npz", "result.json", "environment.json", "detection.json")

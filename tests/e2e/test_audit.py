@@ -19,11 +19,11 @@ from browser import Page, browser, chromium
 
 import fednoro
 from fednoro.audit.writing import Audited, audit_run
+from fednoro.core.types import UserError
 from fednoro.experiment import Run
 from fednoro.federation import Federation
 from fednoro.methods.fednoro_plus import SOFT
 from fednoro.runs import RunFolder, load_checkpoint
-from fednoro.types import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Few clients with enough images that an early model can tell, in a few seconds.

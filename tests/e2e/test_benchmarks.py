@@ -19,12 +19,12 @@ from PIL import Image
 from torch import nn
 
 import fednoro
+from fednoro.core.training import Augment
 from fednoro.data.dataset import Dataset
 from fednoro.engine import Hardware
 from fednoro.experiment import Lab
 from fednoro.methods import Method
 from fednoro.models import Packed
-from fednoro.training import Augment
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

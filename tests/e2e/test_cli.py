@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 
 import fednoro
 from fednoro.config import REGISTRIES, dump, presets, resolve
-from fednoro.types import FedNoRoWarning, UserError
+from fednoro.core.types import FedNoRoWarning, UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from fednoro.config import presets
+from fednoro.core.options import allowed
 from fednoro.methods import METHODS, Method
-from fednoro.options import allowed
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("device=cpu", "partition.clients=4")

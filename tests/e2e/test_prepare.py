@@ -22,9 +22,9 @@ import pytest
 from PIL import Image
 
 from fednoro.config import presets
+from fednoro.core.types import FedNoRoWarning
 from fednoro.data import SOURCES
 from fednoro.data.cache import Preparable, verify
-from fednoro.types import FedNoRoWarning
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

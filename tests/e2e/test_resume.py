@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from fednoro import experiment
+from fednoro.core.types import Reply, Site, Task, UserError
 from fednoro.methods import METHODS, Method
 from fednoro.runs import RunFolder
-from fednoro.types import Reply, Site, Task, UserError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fednoro.clients import Client
+from fednoro.core.seeds import generator
+from fednoro.core.training import Augment, Training
+from fednoro.core.types import Failure, Reply, Step, Task, Weights
 from fednoro.data.dataset import Dataset
 from fednoro.engine import EagerEngine
 from fednoro.engine.images import DRAWS, Images
 from fednoro.methods import FedNoRo, Method
 from fednoro.models import Cnn, Model, Packed, Resnet18, initialise
-from fednoro.seeds import generator
-from fednoro.training import Augment, Training
-from fednoro.types import Failure, Reply, Step, Task, Weights
 
 CPU = torch.device("cpu")
 CNN = Cnn(width=4)

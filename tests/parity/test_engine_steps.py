@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 import fednoro.engine.cpu as cpu
 import fednoro.engine.lane as lane
+from fednoro.core.seeds import generator
+from fednoro.core.training import FURTHER, Augment, Training
+from fednoro.core.types import Failure, Reply, Site, Step, Task
 from fednoro.data.dataset import Dataset
 from fednoro.engine import CpuEngine, CudaEngine, EagerEngine
 from fednoro.engine.images import Images
 from fednoro.engine.lane import schedule
 from fednoro.methods import Method
 from fednoro.models import Packed
-from fednoro.seeds import generator
-from fednoro.training import FURTHER, Augment, Training
-from fednoro.types import Failure, Reply, Site, Step, Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,6 +11,8 @@ import torch
 from federations import BATCH, CLASSES, federation, network, same
 from torch import Tensor, nn
 
+from fednoro.core.training import Augment, Training
+from fednoro.core.types import FedNoRoWarning, Reply, Site, State, Task, Weights
 from fednoro.engine import CudaEngine, EagerEngine
 from fednoro.engine.graphs import CudaLane
 from fednoro.engine.lane import batches, schedule
@@ -18,8 +20,6 @@ from fednoro.engine.request import Request
 from fednoro.methods import Method
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
-from fednoro.training import Augment, Training
-from fednoro.types import FedNoRoWarning, Reply, Site, State, Task, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

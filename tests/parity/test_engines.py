@@ -13,10 +13,10 @@ from federations import CLASSES, every_method, every_variant, three_channels
 from torch import Tensor
 
 from fednoro.calibrated import WIDTHS
+from fednoro.core.types import Reply, Step, Task, Weights
 from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Precision
 from fednoro.methods import FedCorr, FedNoRo, FedNoRoPlus, Method
 from fednoro.models import Resnet18, initialise
-from fednoro.types import Reply, Step, Task, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")

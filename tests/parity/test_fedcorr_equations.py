@@ -15,11 +15,11 @@ from federations import CLASSES, ORDINARY, federation, network, start
 from sklearn.mixture import GaussianMixture
 from torch import Tensor, nn
 
+from fednoro.core.training import Training
+from fednoro.core.types import FloatArray, Step, Task
 from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedCorr, FedCorrLA
 from fednoro.relabel import upper_component
-from fednoro.training import Training
-from fednoro.types import FloatArray, Step, Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

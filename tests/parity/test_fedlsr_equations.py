@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fednoro.losses import entropy, js_divergence, sharpen
+from fednoro.core.losses import entropy, js_divergence, sharpen
+from fednoro.core.types import Step
 from fednoro.methods import FedLSR
 from fednoro.methods.fedlsr import hue_shifted, recoloured, rotated
 from fednoro.models import Cnn, initialise
-from fednoro.types import Step
 
 both_behaviours = pytest.mark.parametrize("behaviour", ["paper", "reference"])
 

@@ -13,12 +13,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fednoro.core.types import Replies, Reply, State, Step, Task, Weights
 from fednoro.engine import EagerEngine
 from fednoro.engine.eager import EagerSite
 from fednoro.explained import SCATTER, WATCH, find_cut, judge, left_over, measure
 from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.methods.fednoro_plus import SOFT, TEACHER, corrected
-from fednoro.types import Replies, Reply, State, Step, Task, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,12 +10,12 @@ import torch
 from federations import CLASSES, MIXED, federation, three_channels
 from torch import Tensor, nn
 
+from fednoro.core.losses import squared_distance
+from fednoro.core.training import Training
+from fednoro.core.types import Reply, Step, Task
 from fednoro.engine import CudaEngine, EagerEngine, Precision
-from fednoro.losses import squared_distance
 from fednoro.methods import FedProx
 from fednoro.models import Cnn, Packed, initialise
-from fednoro.training import Training
-from fednoro.types import Reply, Step, Task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import fednoro.engine.graphs as graphs
 import fednoro.engine.lane as lane
+from fednoro.core.training import Training
+from fednoro.core.types import FedNoRoWarning, Reply, Step, Task, Weights
 from fednoro.engine import CudaEngine, EagerEngine
 from fednoro.engine.half import Half
 from fednoro.methods import Method
 from fednoro.models import Packed
-from fednoro.training import Training
-from fednoro.types import FedNoRoWarning, Reply, Step, Task, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

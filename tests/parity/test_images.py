@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fednoro.core.training import Augment
 from fednoro.engine.images import DRAWS, Images, affine
 from fednoro.models import Resnet18
-from fednoro.training import Augment
 
 CPU = torch.device("cpu")
 PLAIN = Augment()

@@ -19,8 +19,9 @@ from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_limits
 
 from fednoro import mixture as module
+from fednoro.core.metrics import detection
+from fednoro.core.types import BoolArray, FloatArray, UserError
 from fednoro.detect import NoisyClientDetector
-from fednoro.metrics import detection
 from fednoro.mixture import (
     Covariance,
     Init,
@@ -32,7 +33,6 @@ from fednoro.mixture import (
     kmeans,
     starting_points,
 )
-from fednoro.types import BoolArray, FloatArray, UserError
 
 COVARIANCES: tuple[Covariance, ...] = get_args(Covariance)
 INITS: tuple[Init, ...] = get_args(Init)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fednoro.losses import symmetric_ce
+from fednoro.core.losses import symmetric_ce
+from fednoro.core.types import Replies, Reply, State, Weights
 from fednoro.methods import RHFL
-from fednoro.types import Replies, Reply, State, Weights
 
 
 def batch(scale: float = 3.0, classes: int = 5, size: int = 7) -> tuple[Tensor, Tensor]:

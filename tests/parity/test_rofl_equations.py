@@ -11,11 +11,11 @@ import torch
 from federations import CLASSES, MIXED, federation, start, three_channels
 from torch import Tensor, nn
 
+from fednoro.core.training import Training
+from fednoro.core.types import Replies, Reply, Step, Weights
 from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Precision
 from fednoro.methods.rofl import RoFL, class_means, held, shared_centroids
 from fednoro.models import Packed
-from fednoro.training import Training
-from fednoro.types import Replies, Reply, Step, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,13 +19,13 @@ from federations import CLASSES, distance, every_method, every_variant
 from stacks import THIN, Thin, engine, thin
 from torch import Tensor, nn
 
+from fednoro.core.types import FedNoRoWarning, Reply, Step, Task
 from fednoro.engine import CudaEngine, EagerEngine
 from fednoro.engine.stacked_net import OneOfMany, StackedNet, stackable
 from fednoro.engine.streams import Aside
 from fednoro.methods import METHODS, Method
 from fednoro.models import Packed, Resnet18, initialise
 from fednoro.models.networks import BasicBlock
-from fednoro.types import FedNoRoWarning, Reply, Step, Task
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_stacks")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")

@@ -14,10 +14,10 @@ from federations import CLASSES, distance
 from stacks import THIN, engine, thin
 from torch import Tensor
 
+from fednoro.core.types import Failure, Reply, Step, Task
 from fednoro.engine import CudaEngine, EagerEngine
 from fednoro.methods import FedNoRo, Method
 from fednoro.models import Packed, Resnet18, initialise
-from fednoro.types import Failure, Reply, Step, Task
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_stacks")
 

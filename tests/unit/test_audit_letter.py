@@ -25,9 +25,9 @@ from fednoro.audit.page import Account, doubt, headline, lead, otherwise, page, 
 from fednoro.audit.pages import THEMES
 from fednoro.audit.sheets import neutral, sheet
 from fednoro.audit.writing import Audited, folder_names, summary
+from fednoro.core.types import UserError
 from fednoro.noise import observed_from_file
 from fednoro.report.palette import contrast, mixed
-from fednoro.types import UserError
 
 HOSTILE = (
     '<script>alert("1")</script>', "</script><img src=x onerror=alert(2)>", "\"'><svg/onload=alert(3)>", "{{ 7 * 7 }}",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fednoro.audit.estimates import SiteFinding, findings, judged_at_most
 from fednoro.audit.suppression import Line, suppress
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 
 def possible(line: Line, i: int) -> set[int]:

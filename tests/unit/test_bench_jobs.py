@@ -15,19 +15,29 @@ from rich.console import Console
 from fednoro import experiment
 from fednoro.bench.board import Board
 from fednoro.bench.figures import Partition, WarmUp, counts
-from fednoro.bench.jobs import Federate, Job, Score, Train, closure, federate, sharing, train, warm_up
+from fednoro.bench.jobs import (
+    Federate,
+    Job,
+    Score,
+    Train,
+    closure,
+    federate,
+    sharing,
+    train,
+    warm_up,
+)
 from fednoro.bench.order import Order
 from fednoro.bench.paper import Setting
 from fednoro.bench.tables import Comparison, Indicators
 from fednoro.bench.workers import perform_all
 from fednoro.config import Config
+from fednoro.core.types import UserError
 from fednoro.experiment import Watcher
 from fednoro.federation import Federation
 from fednoro.indicators import INDICATORS
 from fednoro.methods import FedLA
 from fednoro.rounds import Turn
 from fednoro.runs import RunFolder
-from fednoro.types import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

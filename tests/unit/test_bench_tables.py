@@ -18,11 +18,20 @@ from fednoro.bench.making import QUICK, Wish, show
 from fednoro.bench.order import IN_ROUNDS, Order
 from fednoro.bench.paper import CLEAN, GRIDS, MILD, STRONG, Setting
 from fednoro.bench.render import best, escape, figure, latex, markdown, tidy
-from fednoro.bench.tables import METHODS, STAGE_2, Cell, Comparison, Row, Table, paper_grid, settings_of
+from fednoro.bench.tables import (
+    METHODS,
+    STAGE_2,
+    Cell,
+    Comparison,
+    Row,
+    Table,
+    paper_grid,
+    settings_of,
+)
 from fednoro.config import flat, resolve, section_name
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.methods import METHODS as REGISTERED
 from fednoro.methods import FedNoRo
-from fednoro.types import FedNoRoWarning, UserError
 
 HARD = Setting(0.4, *STRONG)
 

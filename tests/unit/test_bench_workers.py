@@ -15,8 +15,8 @@ from fednoro.bench.board import Board, _span
 from fednoro.bench.jobs import Job
 from fednoro.bench.workers import perform_all
 from fednoro.config import resolve
+from fednoro.core.types import UserError
 from fednoro.experiment import Watcher
-from fednoro.types import UserError
 
 CONFIG = resolve("digits")
 

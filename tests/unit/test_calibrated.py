@@ -40,11 +40,11 @@ from fednoro.calibrated import (
     summed,
     suspects,
 )
+from fednoro.core.types import Clients, FedNoRoWarning, Reply, State, Task, UserError
 from fednoro.engine import EagerEngine
 from fednoro.explained import SENT
 from fednoro.left_out import areas as areas_of
 from fednoro.left_out import head, moments, outputs, sketch
-from fednoro.types import Clients, FedNoRoWarning, Reply, State, Task, UserError
 from fednoro.verdicts import verdicts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data import archive
 from fednoro.data.archive import Tree, open_tree
-from fednoro.types import FedNoRoWarning, UserError
 
 FILES = {"a/1.jpg": b"one" * 99, "a/b/2.png": b"two", "Ä 患者.csv": b"x,y\n", "empty": b"", "z" * 250: b"long"}
 HIDDEN = (".DS_Store", "a/._1.jpg", ".git/config", "__MACOSX/a/._1.jpg", "__MACOSX/a/2.jpg")

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data import cache
 from fednoro.data.archive import open_tree
 from fednoro.data.cache import Recipe, Record
 from fednoro.data.digits import Digits
 from fednoro.data.folder import Folder
 from fednoro.data.pixels import decode_image
-from fednoro.types import FedNoRoWarning, UserError
 
 RED, GREEN = (220, 20, 20), (20, 200, 20)
 

@@ -17,8 +17,8 @@ from pydicom import uid
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
 
+from fednoro.core.types import UserError
 from fednoro.data.dicom import decode_dicom, is_dicom, patient
-from fednoro.types import UserError
 
 Array = NDArray[np.generic]
 BRAIN, SUBDURAL, BONE = (40.0, 80.0), (80.0, 200.0), (600.0, 2800.0)

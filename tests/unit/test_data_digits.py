@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from fednoro.core.types import UserError
 from fednoro.data import SOURCES
 from fednoro.data.digits import Digits
-from fednoro.types import UserError
 
 PIXELS, TARGET = load_digits(return_X_y=True)
 

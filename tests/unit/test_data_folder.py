@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data import cache
 from fednoro.data.folder import Folder
-from fednoro.types import FedNoRoWarning, UserError
 
 RED, GREEN = (220, 20, 20), (20, 200, 20)
 

@@ -18,11 +18,11 @@ from PIL import Image
 
 import fednoro
 from fednoro.config import resolve
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.archive import open_tree
 from fednoro.data.dataset import Dataset
 from fednoro.data.dermoscopy import Zips
 from fednoro.data.ham10000 import PUBLISHED, Ham10000
-from fednoro.types import FedNoRoWarning, UserError
 
 SEVEN = ("mel", "nv", "bcc", "akiec", "bkl", "df", "vasc")
 EIGHT = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")

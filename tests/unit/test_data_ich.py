@@ -15,10 +15,10 @@ import pytest
 from test_data_dicom import BONE, BRAIN, SUBDURAL, close, dataset, rle, slowly, to_bytes
 
 import fednoro
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.cache import prepare
 from fednoro.data.dataset import Dataset
 from fednoro.data.ich import CLASSES, PUBLISHED, Ich, read_labels
-from fednoro.types import FedNoRoWarning, UserError
 
 TYPES = (*CLASSES, "any")
 BROKEN = "ID_6431af929"

@@ -16,9 +16,9 @@ from PIL import Image
 
 import fednoro
 from fednoro.config import resolve
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.dataset import Dataset
 from fednoro.data.isic2019 import PUBLISHED, Isic2019
-from fednoro.types import FedNoRoWarning, UserError
 
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 COLUMNS = (*CLASSES, "UNK")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import fednoro
+from fednoro.core.types import UserError
 from fednoro.data.cache import prepare, verify
 from fednoro.data.medmnist import Medmnist
-from fednoro.types import UserError
 
 SIZES = {"train": 30, "val": 6, "test": 9}
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fednoro.core.types import UserError
 from fednoro.data import SOURCES
 from fednoro.data.cache import prepare
 from fednoro.data.folder import Folder
 from fednoro.data.prepared import PreparedFolder
-from fednoro.types import UserError
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.dataset import Dataset
 from fednoro.data.leakage import identical, leakage
 from fednoro.data.split import Parts, Split, read_split, train_test, write_split
-from fednoro.types import FedNoRoWarning, UserError
 
 
 def rng(seed: int = 0) -> np.random.Generator:

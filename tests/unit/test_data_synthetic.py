@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.linear_model import RidgeClassifier
 
+from fednoro.core.types import UserError
 from fednoro.data import synthetic
 from fednoro.data.synthetic import Synthetic, long_tail
-from fednoro.types import UserError
 
 
 def linear_accuracy(difficulty: float, seed: int) -> float:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_limits
 
+from fednoro.core.types import BoolArray, FedNoRoWarning, FloatArray, UserError
 from fednoro.detect import Behaviour, Covariance, NoisyClientDetector, fill_missing, min_max
-from fednoro.types import BoolArray, FedNoRoWarning, FloatArray, UserError
 
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
 COVARIANCES: tuple[Covariance, ...] = get_args(Covariance)

@@ -15,6 +15,7 @@ from rich.console import Console
 from run_folders import make_run
 
 from fednoro.config import resolve
+from fednoro.core.types import State
 from fednoro.data.cache import Prepared
 from fednoro.detect import NoisyClientDetector
 from fednoro.display import Terminal, prepared_table
@@ -24,7 +25,6 @@ from fednoro.report.findings import findings
 from fednoro.report.judged import judged as judged_by
 from fednoro.report.reading import read
 from fednoro.rounds import Turn
-from fednoro.types import State
 
 
 def judged(after: int, flagged: Sequence[int], clients: Sequence[int] = range(6)) -> State:

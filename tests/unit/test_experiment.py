@@ -10,8 +10,8 @@ import pytest
 
 import fednoro
 from fednoro.config import anchored, resolve
+from fednoro.core.types import UserError
 from fednoro.experiment import Lab, Watcher, laboratory
-from fednoro.types import UserError
 
 TINY = (
     "data={name: synthetic, images: 160, classes: 3, size: 8, channels: 1}",

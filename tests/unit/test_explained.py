@@ -10,14 +10,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federations import CLASSES, GAPPED, ONE_IMAGE, ORDINARY, SINGLE_CLASS, TRAINING, federation, network, start
+from federations import (
+    CLASSES,
+    GAPPED,
+    ONE_IMAGE,
+    ORDINARY,
+    SINGLE_CLASS,
+    TRAINING,
+    federation,
+    network,
+    start,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednoro.core.losses import log_prior
+from fednoro.core.types import Task
 from fednoro.engine import EagerEngine
-from fednoro.explained import EVIDENCE, SENT, WATCH, find_cut, judge, left_over, score, watch, watching
-from fednoro.losses import log_prior
-from fednoro.types import Task
+from fednoro.explained import (
+    EVIDENCE,
+    SENT,
+    WATCH,
+    find_cut,
+    judge,
+    left_over,
+    score,
+    watch,
+    watching,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,11 +19,11 @@ from torch import nn
 import fednoro
 from fednoro import trained
 from fednoro.conduct import Run
+from fednoro.core.training import MEAN, Augment
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.engine.images import Images
 from fednoro.export import TOLERANCE, export
 from fednoro.models import ResNet
-from fednoro.training import MEAN, Augment
-from fednoro.types import FedNoRoWarning, UserError
 
 TINY = (
     "digits", "noise=none", "partition.clients=3", "model.width=4", "train.epochs=1", "train.rounds=2",

@@ -17,14 +17,14 @@ from torch import Tensor
 
 import fednoro
 from fednoro.config import resolve
+from fednoro.core.training import Training
+from fednoro.core.types import Failure, Replies, Reply, State, Task, UserError, Weights
 from fednoro.engine.eager import EagerEngine
 from fednoro.experiment import Watcher
 from fednoro.methods import METHODS, FedCorr, FedCorrLA
 from fednoro.methods.fedcorr import FEWEST
 from fednoro.rounds import Evaluation, Turn, play
 from fednoro.runs import RunFolder, load_checkpoint
-from fednoro.training import Training
-from fednoro.types import Failure, Replies, Reply, State, Task, UserError, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHOD = FedCorr()

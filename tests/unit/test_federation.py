@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 import fednoro
+from fednoro.core.types import FedNoRoWarning, FloatArray, IntArray, UserError
 from fednoro.data.dataset import Dataset
 from fednoro.data.split import Split
 from fednoro.display import Terminal
 from fednoro.federation import Federation, assemble
 from fednoro.noise import NOISES
 from fednoro.partition import PARTITIONS
-from fednoro.types import FedNoRoWarning, FloatArray, IntArray, UserError
 
 
 def dataset(n: int = 60) -> Dataset:

@@ -12,9 +12,9 @@ from federations import MIXED, TRAINING, federation, network, start, three_chann
 
 import fednoro
 from fednoro.config import resolve
+from fednoro.core.types import Step, Task, UserError
 from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedLSR
-from fednoro.types import Step, Task, UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,14 +14,9 @@ import torch
 from torch import nn
 
 from fednoro.clients import Client
-from fednoro.data.dataset import Dataset
-from fednoro.engine.eager import EagerEngine
-from fednoro.losses import distill, log_prior
-from fednoro.methods import FedLA, FedNoRo, Method
-from fednoro.models import Cnn, Packed, initialise
-from fednoro.rounds import Evaluation, Turn, play
-from fednoro.training import Augment, Training
-from fednoro.types import (
+from fednoro.core.losses import distill, log_prior
+from fednoro.core.training import Augment, Training
+from fednoro.core.types import (
     Clients,
     Failure,
     FedNoRoWarning,
@@ -34,6 +29,11 @@ from fednoro.types import (
     UserError,
     Weights,
 )
+from fednoro.data.dataset import Dataset
+from fednoro.engine.eager import EagerEngine
+from fednoro.methods import FedLA, FedNoRo, Method
+from fednoro.models import Cnn, Packed, initialise
+from fednoro.rounds import Evaluation, Turn, play
 from fednoro.verdicts import verdicts
 
 NAN = math.nan

@@ -20,6 +20,8 @@ from rich.console import Console
 
 import fednoro
 from fednoro.calibrated import WIDTHS
+from fednoro.core.training import FURTHER, Augment, Training
+from fednoro.core.types import Clients, Failure, Reply, State, Task, UserError, Weights
 from fednoro.display import Terminal
 from fednoro.engine import EagerEngine
 from fednoro.explained import EVIDENCE
@@ -28,8 +30,6 @@ from fednoro.methods.fednoro_plus import CORRECTED, SOFT, TEACHER
 from fednoro.privacy import Protection, protect
 from fednoro.rounds import Evaluation, Turn, play
 from fednoro.runs import RunFolder
-from fednoro.training import FURTHER, Augment, Training
-from fednoro.types import Clients, Failure, Reply, State, Task, UserError, Weights
 from fednoro.verdicts import SCORED, verdicts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

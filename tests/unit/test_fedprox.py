@@ -13,11 +13,11 @@ from federations import CLASSES, MIXED, TRAINING, distance, federation, network,
 
 import fednoro
 from fednoro.config import resolve
+from fednoro.core.types import Task, UserError, Weights
 from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedProx, Method
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
-from fednoro.types import Task, UserError, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,12 +14,12 @@ from flwr.app import Message
 from fednoro import experiment
 from fednoro.conduct import Run
 from fednoro.config import resolve
+from fednoro.core.types import UserError
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
 from fednoro.flower.following import as_json
 from fednoro.methods import METHODS
 from fednoro.report.reading import read
-from fednoro.types import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from flower_grid import MemoryGrid, Tamper
-from flower_sites import AUDIT_ARRAYS, CLASSES, IMAGES, NAMES, assert_inventory, make_site, nodes, start
+from flower_sites import (
+    AUDIT_ARRAYS,
+    CLASSES,
+    IMAGES,
+    NAMES,
+    assert_inventory,
+    make_site,
+    nodes,
+    start,
+)
 from flwr.app import Context, Message, RecordDict
 from PIL import Image
 from rich.console import Console
@@ -25,6 +34,7 @@ from fednoro.audit.simulated import Examined, Subject, examine, subject, verdict
 from fednoro.clients import Client
 from fednoro.conduct import Watcher
 from fednoro.config import resolve
+from fednoro.core.types import UserError
 from fednoro.data.dataset import Dataset
 from fednoro.experiment import Lab, hardware_for
 from fednoro.flower import server_app
@@ -38,7 +48,6 @@ from fednoro.flower.memory import Memory
 from fednoro.flower.options import AuditOrder
 from fednoro.flower.site import load_data, read_site, station, two_parts
 from fednoro.methods.fednoro_plus import SOFT
-from fednoro.types import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

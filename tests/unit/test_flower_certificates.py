@@ -15,12 +15,16 @@ pytest.importorskip("cryptography")
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+)
 from cryptography.hazmat.primitives.serialization.ssh import load_ssh_public_key
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
+from fednoro.core.types import UserError
 from fednoro.flower.certificates import Certificates, load_certificate, make, names_in
-from fednoro.types import UserError
 
 HOSTS = ("localhost", "127.0.0.1", "::1", "link.example.org")
 

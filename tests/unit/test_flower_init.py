@@ -18,12 +18,12 @@ from flwr.common.config import fuse_dicts
 from typer.testing import CliRunner
 
 from fednoro.config import resolve
+from fednoro.core.types import UserError
 from fednoro.flower import operations
 from fednoro.flower.coordinator import read_config
 from fednoro.flower.init import write_app, write_site
 from fednoro.flower.options import Deployment
 from fednoro.flower.site import read_site
-from fednoro.types import UserError
 
 OVERRIDES = ("data=sites", "partition=by_column", "noise=none", "train.rounds=7", "method.warmup=2")
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fednoro.config import resolve
+from fednoro.core.types import UserError
 from fednoro.flower import command, following
 from fednoro.flower.coordinator import read_config
 from fednoro.flower.following import Follower, RunFailedError, as_json, follow, ordered, placed
@@ -33,7 +34,6 @@ from fednoro.flower.running import (
     free_port,
     owned,
 )  # fmt: skip
-from fednoro.types import UserError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "flower"
 

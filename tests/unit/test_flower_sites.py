@@ -20,12 +20,12 @@ from flwr.app import Array, Message, RecordDict
 from PIL import Image
 
 from fednoro.conduct import Run
+from fednoro.core.types import Reply, Site, Task, UserError
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
 from fednoro.flower.memory import Memory
 from fednoro.flower.site import RefusedError, SiteOptions, read_site, station
 from fednoro.methods import METHODS, Method
-from fednoro.types import Reply, Site, Task, UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fednoro import losses
+from fednoro.core import losses
+from fednoro.core.types import UserError
 from fednoro.flower import FedNoRo, log_prior, score, site_loss
 from fednoro.flower.strategy import Form
-from fednoro.types import UserError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower" / "own-app"
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import fednoro.engine
 from fednoro.config import resolve
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Hardware, choose_device
 from fednoro.engine.cpu import windows
-from fednoro.types import FedNoRoWarning, UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ONE_GIB = 2**30

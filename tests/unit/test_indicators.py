@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fednoro import indicators
+from fednoro.core.types import FloatArray, UserError
 from fednoro.indicators import INDICATORS, class_losses, confidence, lid, mean_lid, mean_loss
 from fednoro.mixture import flagged_sets
-from fednoro.types import FloatArray, UserError
 
 NAN, INF = math.nan, math.inf
 

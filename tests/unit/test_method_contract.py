@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fednoro.clients import Client
+from fednoro.core.types import Clients, Failure, Replies, Reply, Site, State, Step, Task, Weights
 from fednoro.engine.eager import EagerEngine, EagerSite
 from fednoro.methods import METHODS, Method, RoFL
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, Turn, play
 from fednoro.runs import RunFolder
-from fednoro.types import Clients, Failure, Replies, Reply, Site, State, Step, Task, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

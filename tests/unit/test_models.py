@@ -12,8 +12,19 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from fednoro.models import MODELS, Cnn, Factory, Packed, ResNet, Resnet18, Resnet34, Resnet50, SmallCNN, initialise
-from fednoro.types import UserError, Weights
+from fednoro.core.types import UserError, Weights
+from fednoro.models import (
+    MODELS,
+    Cnn,
+    Factory,
+    Packed,
+    ResNet,
+    Resnet18,
+    Resnet34,
+    Resnet50,
+    SmallCNN,
+    initialise,
+)
 
 
 class Mixed(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.noise import (
     HIDN,
     NOISES,
@@ -26,7 +27,6 @@ from fednoro.noise import (
     symmetric,
     transition,
 )
-from fednoro.types import FedNoRoWarning, UserError
 
 CLASSES = ("akiec", "bcc", "mel", "nv")
 

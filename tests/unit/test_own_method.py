@@ -18,14 +18,14 @@ from fednoro.bench.jobs import sharing, train
 from fednoro.bench.order import Order
 from fednoro.bench.paper import Setting
 from fednoro.config import dump, resolve
+from fednoro.core.types import UserError
 from fednoro.methods import METHODS, Method, find_method, name_of
-from fednoro.types import UserError
 
 SOURCE = '''
 from dataclasses import dataclass
 
 from fednoro.methods import METHODS, FedNoRo, Method
-from fednoro.options import option
+from fednoro.core.options import option
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fednoro.core.types import UserError
 from fednoro.partition import (
     IID,
     PARTITIONS,
@@ -20,7 +21,6 @@ from fednoro.partition import (
     dirichlet,
     iid,
 )
-from fednoro.types import UserError
 
 label_lists = st.lists(st.integers(0, 5), min_size=1, max_size=60).map(np.array)
 

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import fednoro
 from fednoro.conduct import Run
+from fednoro.core.types import UserError
 from fednoro.predict import listed, predict, write
 from fednoro.trained import open_trained
-from fednoro.types import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,14 +23,14 @@ from sklearn.model_selection import cross_val_score
 from torch import Tensor, nn
 
 import fednoro
-from fednoro.aggregate import average
 from fednoro.clients import Client
+from fednoro.core.aggregate import average
+from fednoro.core.training import Training
+from fednoro.core.types import FedNoRoWarning, UserError, Weights
 from fednoro.data.dataset import Dataset
 from fednoro.engine import EagerEngine
 from fednoro.models import Cnn, ResNet, Resnet18, Resnet34, Resnet50, initialise, load_pretrained
 from fednoro.runs import load_checkpoint
-from fednoro.training import Training
-from fednoro.types import FedNoRoWarning, UserError, Weights
 
 CPU = torch.device("cpu")
 

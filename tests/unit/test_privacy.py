@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from fednoro.core.types import Clients, Reply, Task, UserError
 from fednoro.engine import EagerEngine
 from fednoro.methods import Method
 from fednoro.methods.fednoro import FedNoRo
@@ -27,7 +28,6 @@ from fednoro.privacy import (
     protect,
     withhold,
 )
-from fednoro.types import Clients, Reply, Task, UserError
 
 LABELS = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(lambda found: np.array(found, dtype=np.int64))
 EPSILONS = st.floats(1e-3, 1e3)

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fednoro.core.training import Training
 from fednoro.engine.lane import Lane
 from fednoro.models.networks import Convolution
 from fednoro.models.packed import LARGE, Copies
 from fednoro.models.products import Spare
-from fednoro.training import Training
 
 # kernel, stride, padding, side
 LAYERS = [

@@ -10,7 +10,7 @@ from run_folders import make_run
 from typer.testing import CliRunner
 
 from fednoro.cli import app
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 
 def typed(*words: object) -> str:

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from run_folders import make_run
 
+from fednoro.core.types import UserError
 from fednoro.report.compare import as_csv, compare, interval, scores
 from fednoro.report.compared import difference_table, render, summary
 from fednoro.report.reading import read
-from fednoro.types import UserError
 
 
 def several(tmp_path: Path, methods: tuple[str, ...] = ("fednoro", "fedavg"), seeds: int = 3) -> list[Path]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from run_folders import make_run
 
 from fednoro import left_out
+from fednoro.core.types import UserError
 from fednoro.detect import NoisyClientDetector
 from fednoro.report import palette
 from fednoro.report.axes import round_ticks, short_names, whole_ticks
@@ -26,7 +27,6 @@ from fednoro.report.reading import read
 from fednoro.report.scene import Scene, printable, shortened
 from fednoro.report.static import drawn, save_all
 from fednoro.runs import CLIENT_COLUMNS
-from fednoro.types import UserError
 
 CLIENT = CLIENT_COLUMNS.index("client")
 ALL = [

@@ -18,13 +18,13 @@ import pytest
 import yaml
 from run_folders import WARMUP, make_run
 
+from fednoro.core.types import UserError
 from fednoro.report import write_report
 from fednoro.report.command import watch_run
 from fednoro.report.findings import findings
 from fednoro.report.judged import judged
 from fednoro.report.page import render, write
 from fednoro.report.reading import PARTS, read
-from fednoro.types import UserError
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -141,7 +141,7 @@ def test_a_run_on_flower_has_its_sites_names_and_misses_nothing(run: Path) -> No
 def test_stopped_running_and_finished_runs_are_told_apart(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", finished=False)
     assert read(path).status == "unfinished" and f"fednoro resume {path}" in said(path)
-    hold = "import sys, time; from fednoro.files import take_lock; f = open(sys.argv[1], 'w'); take_lock(f)"
+    hold = "import sys, time; from fednoro.core.files import take_lock; f = open(sys.argv[1], 'w'); take_lock(f)"
     wait = "print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", f"{hold}; {wait}", str(path / ".lock")]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE)

@@ -11,17 +11,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federations import CLASSES, GAPPED, MIXED, ONE_IMAGE, ORDINARY, TRAINING, federation, network, start
+from federations import (
+    CLASSES,
+    GAPPED,
+    MIXED,
+    ONE_IMAGE,
+    ORDINARY,
+    TRAINING,
+    federation,
+    network,
+    start,
+)
 from torch import Tensor, nn
 
 import fednoro
 from fednoro.config import resolve
+from fednoro.core.types import (
+    Clients,
+    FedNoRoWarning,
+    Replies,
+    Reply,
+    State,
+    Step,
+    Task,
+    UserError,
+    Weights,
+)
 from fednoro.engine import CpuEngine, CudaEngine, EagerEngine
 from fednoro.methods import METHODS
 from fednoro.methods.rofl import RoFL, moved, shared_centroids, small_loss
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
-from fednoro.types import Clients, FedNoRoWarning, Replies, Reply, State, Step, Task, UserError, Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,11 +15,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fednoro.core.metrics import balanced_accuracy, confusion, per_class_recall
+from fednoro.core.types import (
+    Clients,
+    Failure,
+    FedNoRoWarning,
+    Replies,
+    Reply,
+    State,
+    Task,
+    UserError,
+    Weights,
+)
 from fednoro.methods import Method
 from fednoro.methods.fedavg import advance
-from fednoro.metrics import balanced_accuracy, confusion, per_class_recall
 from fednoro.rounds import Evaluation, Exchange, Turn, draw, play
-from fednoro.types import Clients, Failure, FedNoRoWarning, Replies, Reply, State, Task, UserError, Weights
 
 NOTHING = Evaluation(np.eye(2, dtype=np.int64), 0.5)
 VALUES = 6

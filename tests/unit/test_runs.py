@@ -18,11 +18,18 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fednoro.clients import Client
+from fednoro.core.files import disk_errors, write_json, write_whole
+from fednoro.core.types import State, UserError, Weights
 from fednoro.experiment import load, resume
-from fednoro.files import disk_errors, write_json, write_whole
 from fednoro.rounds import Answer, Evaluation, Turn
-from fednoro.runs import CLIENT_COLUMNS, KEPT_CHECKPOINTS, RunFolder, Snapshot, environment, load_checkpoint
-from fednoro.types import State, UserError, Weights
+from fednoro.runs import (
+    CLIENT_COLUMNS,
+    KEPT_CHECKPOINTS,
+    RunFolder,
+    Snapshot,
+    environment,
+    load_checkpoint,
+)
 
 MEMO = {"detection": {"reason": "two groups", "clients": {"0": {"noisy": True, "posterior": 0.1 + 0.2}}}, "none": None}
 
@@ -97,7 +104,7 @@ def test_the_old_content_stays_when_the_process_is_killed_while_writing(tmp_path
     write_whole(file, b"old")
     code = (
         "import os, sys, pathlib\n"
-        "from fednoro import files\n"
+        "from fednoro.core import files\n"
         "files.os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
         "files.write_whole(pathlib.Path(sys.argv[1]), b'new' * 1000)\n"
     )

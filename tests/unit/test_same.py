@@ -292,8 +292,6 @@ def test_an_unknown_revision_is_one_line() -> None:
 
 
 def test_make_says_what_is_missing() -> None:
-    done = subprocess.run(
-        ["make", "--no-print-directory", "same", "BASE="], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["make", "--no-print-directory", "same", "BASE="], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode
     assert done.stdout == "make same needs a git revision to compare with: make same BASE=main\n"

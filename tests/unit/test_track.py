@@ -19,12 +19,12 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 import fednoro
 from fednoro import track
 from fednoro.config import flattened, resolve
+from fednoro.core.types import UserError
 from fednoro.experiment import Run, Watcher
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
 from fednoro.flower.following import as_json
 from fednoro.rounds import Turn
-from fednoro.types import UserError
 
 ROUNDS, WARMUP = 6, 3
 TINY = (

@@ -6,15 +6,23 @@ import math
 
 import numpy as np
 
-from fednoro.metrics import per_class_recall
-from fednoro.report.axes import Box, draw_x, names_below, percent, room_below, room_left, short_names
+from fednoro.core.metrics import per_class_recall
+from fednoro.core.types import IntArray
+from fednoro.report.axes import (
+    Box,
+    draw_x,
+    names_below,
+    percent,
+    room_below,
+    room_left,
+    short_names,
+)
 from fednoro.report.figures.columns import Grid
 from fednoro.report.figures.figure import Cell, Figure, Table, counted, listed, quoted
 from fednoro.report.judged import Judged
 from fednoro.report.palette import HEAT_STEPS
 from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene
-from fednoro.types import IntArray
 
 
 def partition(run: Recorded, found: Judged | None) -> Figure | None:

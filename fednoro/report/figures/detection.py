@@ -6,7 +6,16 @@ import math
 
 import numpy as np
 
-from fednoro.report.axes import Box, draw_x, draw_y, names_below, room_below, round_ticks, short_names, stands_free
+from fednoro.report.axes import (
+    Box,
+    draw_x,
+    draw_y,
+    names_below,
+    room_below,
+    round_ticks,
+    short_names,
+    stands_free,
+)
 from fednoro.report.figures.columns import GAP, LEAST, Grid
 from fednoro.report.figures.figure import Figure, Table, counted, is_are, listed, number
 from fednoro.report.judged import Judged

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from fednoro.metrics import best_last
-from fednoro.report.axes import Box, Scale, draw_x, draw_y, percent, round_ticks, short_names, whole_ticks
+from fednoro.core.metrics import best_last
+from fednoro.report.axes import (
+    Box,
+    Scale,
+    draw_x,
+    draw_y,
+    percent,
+    round_ticks,
+    short_names,
+    whole_ticks,
+)
 from fednoro.report.figures.figure import Figure, Table, counted
 from fednoro.report.judged import Judged
 from fednoro.report.reading import Recorded

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fednoro.options import Options, option
+from fednoro.core.options import Options, option
 
-# ImageNet's mean and deviation, as the paper's protocol has it; the average of the three where a network takes no RGB.
+# ImageNet's mean and deviation, as the paper's protocol has it; the average of the three
+# where a network takes no RGB.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_DEVIATION = 0.449, 0.226
 
-FURTHER = "augment.further"  # a task's setting: how many times as far its images are turned and shifted
+# a task's setting: how many times as far its images are turned and shifted
+FURTHER = "augment.further"
 FARTHEST_TURN, FARTHEST_SHIFT = 180.0, 0.25  # by that, in degrees and in sides
 
 
@@ -27,7 +29,9 @@ class Augment(Options):
     section: ClassVar[str] = "train.augment"
 
     rotate: float = option(0.0, "largest rotation in degrees, either way", ge=0, le=180)
-    translate: float = option(0.0, "largest shift as a share of the image's side, either way", ge=0, lt=1)
+    translate: float = option(
+        0.0, "largest shift as a share of the image's side, either way", ge=0, lt=1
+    )
     flip: bool = option(False, "mirror left to right with probability 1/2")
 
     @property
@@ -35,7 +39,9 @@ class Augment(Options):
         return bool(self.rotate or self.translate or self.flip)
 
     def spread(self, times: float) -> tuple[float, float]:
-        """By how much angles and shifts grow if images are moved so many times as far, within the limits above."""
+        """By how much angles and shifts grow if images are moved so many times as
+        far, within the limits above.
+        """
 
         def grown(own: float, most: float) -> float:
             return max(1.0, min(times, most / own)) if own else 1.0
@@ -45,7 +51,9 @@ class Augment(Options):
 
 @dataclass(frozen=True)
 class Training(Options):
-    """Rounds, local epochs and the optimizer; the defaults are the paper's where it gives one for all data."""
+    """Rounds, local epochs and the optimizer; the defaults are the paper's
+    where it gives one for all data.
+    """
 
     section: ClassVar[str] = "train"
 
@@ -55,5 +63,7 @@ class Training(Options):
     lr: float = option(3e-4, "Adam's learning rate, constant", gt=0)
     weight_decay: float = option(5e-4, "Adam's weight decay", ge=0)
     participation: float = option(1.0, "share of clients drawn to train in each round", gt=0, le=1)
-    failures: float = option(0.0, "chance that a client does not answer, drawn per client and exchange", ge=0, le=0.95)
+    failures: float = option(
+        0.0, "chance that a client does not answer, drawn per client and exchange", ge=0, le=0.95
+    )
     augment: Augment = field(default_factory=Augment)

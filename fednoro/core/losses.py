@@ -1,7 +1,8 @@
 """The equations of local training as pure tensor functions.
 
-Wu et al., "FedNoRo: Towards Noise-Robust Federated Learning by Addressing Class Imbalance and Label
-Noise Heterogeneity", IJCAI 2023. With client k's class frequencies π_k and y_p = softmax(f(x) + log π_k):
+Wu et al., "FedNoRo: Towards Noise-Robust Federated Learning by Addressing Class
+Imbalance and Label Noise Heterogeneity", IJCAI 2023. With client k's class frequencies
+π_k and y_p = softmax(f(x) + log π_k):
 
     clean clients   L = CE(y_p, ȳ)
     noisy clients   L = λ·KL(y_G ‖ y_p) + (1 − λ)·CE(y_p, ȳ),   y_G = softmax(f_G(x) / T)
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 Adjust = Literal["student", "none", "both"]
 
@@ -30,7 +31,9 @@ def log_prior(counts: Tensor) -> Tensor:
 
 
 def logit_adjusted_ce(logits: Tensor, labels: Tensor, log_prior: Tensor) -> Tensor:
-    """Mean cross-entropy of softmax(logits + log π); finite as long as every label has a non-zero prior."""
+    """Mean cross-entropy of softmax(logits + log π); finite as long as
+    every label has a non-zero prior.
+    """
     return F.cross_entropy(logits + log_prior, labels)
 
 
@@ -49,11 +52,13 @@ def distill(
     Args:
         logits: the student's outputs f(x), B×C.
         labels: observed labels ȳ, B.
-        teacher_logits: the global model's outputs f_G(x), B×C; a target, so no gradient flows into them.
+        teacher_logits: the global model's outputs f_G(x), B×C; a target, so
+            no gradient flows into them.
         lam: weight λ of the distillation term, a float or a 0-d tensor.
         temperature: T in y_G = softmax(f_G(x) / T).
         log_prior: log π_k with −inf for absent classes, C; the KL leaves log y_p of those out.
-        adjust: where log π_k enters the KL: on the student's side, on neither, or on both. The CE always has it.
+        adjust: where log π_k enters the KL: on the student's side, on neither, or
+            on both. The CE always has it.
     """
     if adjust not in get_args(Adjust):
         raise UserError(f"adjust must be one of {', '.join(get_args(Adjust))}, got {adjust!r}")
@@ -62,7 +67,9 @@ def distill(
     teacher = teacher_logits.detach().to(log_y.dtype) / temperature
     y_g = torch.softmax(teacher + log_prior if adjust == "both" else teacher, dim=-1)
     # y_G·(−inf) would be an infinite loss, and NaN where y_G = 0; a constant has no gradient either
-    kl = (torch.xlogy(y_g, y_g) - y_g * log_p.masked_fill(log_p == -math.inf, 0.0)).sum() / len(log_p)
+    kl = (torch.xlogy(y_g, y_g) - y_g * log_p.masked_fill(log_p == -math.inf, 0.0)).sum() / len(
+        log_p
+    )
     return lam * kl + (1 - lam) * F.nll_loss(log_y, labels)
 
 
@@ -72,7 +79,9 @@ def held(labels: Tensor, classes: int) -> Tensor:
 
 
 def per_class_losses(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of each class (NaN where there is no sample) and its sample count, both float64."""
+    """Mean cross-entropy of each class (NaN where there is no sample) and
+    its sample count, both float64.
+    """
     losses = F.cross_entropy(logits.double(), labels, reduction="none")
     members = held(labels, classes)
     counts = members.sum(dim=0, dtype=torch.float64)
@@ -80,7 +89,9 @@ def per_class_losses(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tens
     return torch.where(members, losses[:, None], 0.0).sum(dim=0) / counts, counts
 
 
-def gaussian_ramp(t: float, begin: float, end: float, peak: float, start_at_zero: bool = True) -> float:
+def gaussian_ramp(
+    t: float, begin: float, end: float, peak: float, start_at_zero: bool = True
+) -> float:
     """λ(t) = peak·exp(−5(1 − u)²) with u = (t − begin) / (end − begin) clipped to [0, 1].
 
     Args:
@@ -102,11 +113,13 @@ def at_least_float32(logits: Tensor) -> Tensor:
 def symmetric_ce(logits: Tensor, labels: Tensor, alpha: float = 0.1, beta: float = 1.0) -> Tensor:
     """α·CE + β·RCE (Wang et al., ICCV 2019), averaged over the batch.
 
-    RCE = −Σ_c p_c log ȳ_c with p ≥ 1e-7 and log 0 taken as log 1e-4: a bounded loss, as noisy labels want it.
+    RCE = −Σ_c p_c log ȳ_c with p ≥ 1e-7 and log 0 taken as log 1e-4: a bounded
+    loss, as noisy labels want it.
     """
     logits = at_least_float32(logits)
     p = torch.softmax(logits, dim=1).clamp(min=1e-7)
-    rce = -math.log(1e-4) * p.masked_fill(held(labels, p.shape[1]), 0.0).sum(dim=1)  # log 1 = 0 at the given label
+    # log 1 = 0 at the given label
+    rce = -math.log(1e-4) * p.masked_fill(held(labels, p.shape[1]), 0.0).sum(dim=1)
     return alpha * F.cross_entropy(logits, labels) + beta * rce.mean()
 
 
@@ -116,7 +129,9 @@ def sharpen(log_p: Tensor) -> Tensor:
 
 
 def js_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """JS(p, q) = (KL(p ‖ m) + KL(q ‖ m)) / 2, m = (p + q) / 2, averaged over the batch; all entries above 0."""
+    """JS(p, q) = (KL(p ‖ m) + KL(q ‖ m)) / 2, m = (p + q) / 2, averaged over
+    the batch; all entries above 0.
+    """
     log_m = torch.log((p + q) / 2)
     return ((p * (torch.log(p) - log_m) + q * (torch.log(q) - log_m)) / 2).sum(dim=1).mean()
 
@@ -127,14 +142,19 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def drift(w: Iterable[Tensor], w_g: Iterable[Tensor]) -> Tensor:
-    """W − w_g as one vector, over the tensors of `w` that are trained; their counterparts come in the same order."""
+    """W − w_g as one vector, over the tensors of `w` that are trained; their
+    counterparts come in the same order.
+    """
     pairs = [(a, b.detach()) for a, b in zip(w, w_g, strict=True) if _trained(a)]
-    # One vector: a network has many small tensors, and three operations on each would outnumber its own.
+    # One vector: a network has many small tensors, and three operations on
+    # each would outnumber its own.
     return torch.cat([a.flatten() for a, _ in pairs]) - torch.cat([b.flatten() for _, b in pairs])
 
 
 def _trained(tensor: Tensor) -> bool:
-    """Whether it has a gradient; inside `torch.vmap` a tensor does not say so, and only trained ones come there."""
+    """Whether it has a gradient; inside `torch.vmap` a tensor does not say so, and
+    only trained ones come there.
+    """
     return tensor.requires_grad or torch._C._functorch.is_batchedtensor(tensor)
 
 

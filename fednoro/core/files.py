@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 
 @contextmanager
@@ -21,13 +21,17 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(f"no space left while writing {path}: free some, then run or resume again") from error
+            raise UserError(
+                f"no space left while writing {path}: free some, then run or resume again"
+            ) from error
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, which takes that place after the block, or goes where the block fails."""
+    """A file to write beside `path`, which takes that place after the block,
+    or goes where the block fails.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
         try:
@@ -56,7 +60,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def take_lock(file: IO[Any]) -> bool:
-    """Takes the file's lock, which goes with the process however that ends; False if another holds it."""
+    """Takes the file's lock, which goes with the process however that
+    ends; False if another holds it.
+    """
     try:
         if sys.platform == "win32":
             import msvcrt

@@ -18,24 +18,28 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fednoro.types import FedNoRoWarning, UserError, Weights
+from fednoro.core.types import FedNoRoWarning, UserError, Weights
 
 Distance = Literal["paper", "reference"]
 Models: TypeAlias = Tensor | NDArray[Any] | Sequence[Tensor] | Sequence[Mapping[str, Tensor]]
 
-_BLOCK = {"cpu": 2**22, "cuda": 2**26}  # entries of one float64 block, over all models: 32 and 512 MiB
-# A block's Gram entries carry a relative error of some 1e-15 (float64 sums, accumulated in blocks), so a d² below
-# this share of ‖w_i‖² + ‖w_j‖² says no more than "equal"; at the share itself d is still good to about 1%.
+# entries of one float64 block, over all models: 32 and 512 MiB
+_BLOCK = {"cpu": 2**22, "cuda": 2**26}
+# A block's Gram entries carry a relative error of some 1e-15 (float64 sums, accumulated in
+# blocks), so a d² below this share of ‖w_i‖² + ‖w_j‖² says no more than "equal"; at the share
+# itself d is still good to about 1%.
 _ROUNDING = 1e-13
 _SHORT = 2**13  # columns of one of the products that a GPU takes side by side
 _LARGEST = 1e150  # the squares of larger entries leave float64
 
 
 def pairwise_distances(models: Tensor | Sequence[Tensor]) -> Tensor:
-    """L2 distances between K vectors, or the rows of a K×P matrix, on any device: K×K, float64, on the CPU.
+    """L2 distances between K vectors, or the rows of a K×P matrix, on any
+    device: K×K, float64, on the CPU.
 
-    All come from one Gram matrix of the rows minus the first one, which keeps the common part of the models out of the
-    subtraction. Distances below about 3e-7 of their distances to the first row are returned as 0.
+    All come from one Gram matrix of the rows minus the first one, which keeps the common part
+    of the models out of the subtraction. Distances below about 3e-7 of their distances to the
+    first row are returned as 0.
     """
     vectors = [model.detach() for model in models]
     k = len(vectors)
@@ -55,7 +59,9 @@ def pairwise_distances(models: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """rows·rowsᵀ; on a GPU as many short products side by side, because a long one keeps few of its units busy."""
+    """rows·rowsᵀ; on a GPU as many short products side by side, because a long one
+    keeps few of its units busy.
+    """
     count = rows.shape[1] // _SHORT if rows.device.type == "cuda" else 0
     parts = rows[:, : count * _SHORT].view(len(rows), count, _SHORT).transpose(0, 1)
     rest = rows[:, count * _SHORT :]
@@ -63,15 +69,20 @@ def _gram(rows: Tensor) -> Tensor:
 
 
 def nearest_clean(
-    models: Models, noisy: ArrayLike | Tensor, distance: Distance = "paper", segments: Sequence[int] | None = None
+    models: Models,
+    noisy: ArrayLike | Tensor,
+    distance: Distance = "paper",
+    segments: Sequence[int] | None = None,
 ) -> Tensor:
     """d(k), the distance of each client to its nearest clean one; exactly 0 for the clean clients.
 
     Args:
         models: K×P, K vectors, or K state dicts, of which the floating-point tensors count.
         noisy: one boolean per client; at least one must be clean.
-        distance: "paper" is one norm over the whole vector, "reference" the sum of one norm per tensor.
-        segments: sizes of the tensors within a vector, for "reference"; state dicts bring their own.
+        distance: "paper" is one norm over the whole vector, "reference"
+            the sum of one norm per tensor.
+        segments: sizes of the tensors within a vector, for "reference";
+            state dicts bring their own.
     """
     vectors, sizes = _vectors(models, distance, segments)
     flagged = _flags(noisy, len(vectors))
@@ -89,7 +100,8 @@ def daagg_weights(
 ) -> Tensor:
     """Aggregation weights ∝ N_k·exp(−d(k) / max d): K, float64, on the CPU, with sum 1.
 
-    By size alone when nobody is flagged, when everybody is, or when no flagged client is at a distance.
+    By size alone when nobody is flagged, when everybody is, or when no
+    flagged client is at a distance.
 
     Args:
         models: see `nearest_clean`.
@@ -106,7 +118,11 @@ def daagg_weights(
     if flagged.all() or not flagged.any():  # spares the distances
         _check_finite(vectors)
         if flagged.all():
-            warnings.warn("every client is flagged as noisy: models are weighted by size", FedNoRoWarning, stacklevel=2)
+            warnings.warn(
+                "every client is flagged as noisy: models are weighted by size",
+                FedNoRoWarning,
+                stacklevel=2,
+            )
         return by_size
     return distance_weights(_nearest(vectors, parts, flagged), sizes)
 
@@ -115,7 +131,10 @@ def distance_weights(distances: Tensor, sizes: ArrayLike | Tensor) -> Tensor:
     """Weights ∝ N_k·exp(−d(k) / max d) from d(k) itself; by size alone where every d(k) is 0."""
     by_size = size_weights(sizes)
     if distances.shape != by_size.shape:
-        raise UserError(f"distances must have one entry per client ({len(by_size)}), got {tuple(distances.shape)}")
+        raise UserError(
+            f"distances must have one entry per client ({len(by_size)}), got "
+            f"{tuple(distances.shape)}"
+        )
     if not distances.any():
         return by_size
     weights = by_size * torch.exp(-distances / distances.max())
@@ -134,13 +153,17 @@ def size_weights(sizes: ArrayLike | Tensor) -> Tensor:
 
 
 def mix(models: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of the rows of a K×P matrix, accumulated in float64, in the models' dtype and device."""
+    """The weighted sum of the rows of a K×P matrix, accumulated in float64, in
+    the models' dtype and device.
+    """
     if models.ndim != 2 or not len(models) or weights.shape != models.shape[:1]:
         raise UserError(
-            f"mix needs a K×P matrix and K weights, got shapes {tuple(models.shape)} and {tuple(weights.shape)}"
+            f"mix needs a K×P matrix and K weights, got shapes {tuple(models.shape)} and "
+            f"{tuple(weights.shape)}"
         )
     first, *rest = weights.tolist()
-    # starting from the first row rather than from 0 keeps a single model's bits, the sign of −0 included
+    # starting from the first row rather than from 0 keeps a single model's
+    # bits, the sign of −0 included
     total = _float64(models[0].detach(), copy=True).mul_(first)
     for row, weight in zip(models[1:].detach(), rest, strict=True):
         _accumulate(total, row, weight)
@@ -150,7 +173,8 @@ def mix(models: Tensor, weights: Tensor) -> Tensor:
 def average(pairs: Iterable[tuple[Weights, float]]) -> Weights:
     """The weighted mean of a stream of models, of which one at a time is held.
 
-    Counters are not averaged: they are those of the model with the largest weight, the first on ties.
+    Counters are not averaged: they are those of the model with the
+    largest weight, the first on ties.
     """
     total: Tensor | None = None
     mass = largest = 0.0
@@ -164,7 +188,9 @@ def average(pairs: Iterable[tuple[Weights, float]]) -> Weights:
         elif model.values.shape == total.shape:
             _accumulate(total, model.values.detach(), weight)
         else:
-            raise UserError(f"models must all have {len(total)} values, got {len(model.values)} for model {i}")
+            raise UserError(
+                f"models must all have {len(total)} values, got {len(model.values)} for model {i}"
+            )
         mass += weight
         if counters is None or weight > largest:
             largest, counters = weight, model.counters.clone()  # the engine may reuse its buffers
@@ -172,11 +198,15 @@ def average(pairs: Iterable[tuple[Weights, float]]) -> Weights:
         raise UserError("average needs at least one model, got none")
     if mass <= 0:
         raise UserError(f"average needs a total weight above 0, got {mass:g}")
-    return Weights(total.div_(mass).to(model.values.dtype).to(model.values.device), counters, model.segments)
+    return Weights(
+        total.div_(mass).to(model.values.dtype).to(model.values.device), counters, model.segments
+    )
 
 
 def _accumulate(total: Tensor, values: Tensor, weight: float) -> None:
-    """Adds weight·values in float64; on a CPU in pieces: a conversion that leaves the cache is slow."""
+    """Adds weight·values in float64; on a CPU in pieces: a conversion
+    that leaves the cache is slow.
+    """
     if total.device.type == "cuda":
         total.add_(values.to(total.device), alpha=weight)  # converts as it goes
         return
@@ -190,25 +220,36 @@ def _float64(values: Tensor, copy: bool = False) -> Tensor:
     return (values.cpu() if values.device.type == "mps" else values).to(torch.float64, copy=copy)
 
 
-def _vectors(models: Models, distance: Distance, segments: Sequence[int] | None) -> tuple[list[Tensor], list[int]]:
+def _vectors(
+    models: Models, distance: Distance, segments: Sequence[int] | None
+) -> tuple[list[Tensor], list[int]]:
     """Models as K vectors and the widths of the parts that have a norm of their own."""
     if distance not in get_args(Distance):
-        raise UserError(f"distance must be one of {', '.join(get_args(Distance))}, got {distance!r}")
+        raise UserError(
+            f"distance must be one of {', '.join(get_args(Distance))}, got {distance!r}"
+        )
     if isinstance(models, np.ndarray):
         models = torch.from_numpy(np.require(models, requirements=["C", "W"]))
     if isinstance(models, Tensor):
         if models.ndim != 2 or not models.numel() or not models.is_floating_point():
             raise UserError(
-                f"models must be a floating-point K×P matrix, got {models.dtype} of shape {tuple(models.shape)}"
+                f"models must be a floating-point K×P matrix, got {models.dtype} of shape "
+                f"{tuple(models.shape)}"
             )
         vectors = list(models.detach().unbind())
     elif models and all(isinstance(model, Tensor) for model in models):
         vectors = [model.detach() for model in models if isinstance(model, Tensor)]
         for k, vector in enumerate(vectors):
-            if vector.ndim != 1 or vector.shape != vectors[0].shape or not vector.is_floating_point():
+            if (
+                vector.ndim != 1
+                or vector.shape != vectors[0].shape
+                or not vector.is_floating_point()
+            ):
                 raise UserError(
-                    f"models must be floating-point vectors of one length, got {vector.dtype} of shape "
-                    f"{tuple(vector.shape)} for client {k} and {tuple(vectors[0].shape)} for client 0"
+                    f"models must be floating-point vectors of one length, got {vector.dtype} of "
+                    "shape "
+                    f"{tuple(vector.shape)} for client {k} and {tuple(vectors[0].shape)} for "
+                    "client 0"
                 )
     else:
         matrix, segments = _stack(cast("Sequence[Mapping[str, Tensor]]", models))
@@ -219,7 +260,9 @@ def _vectors(models: Models, distance: Distance, segments: Sequence[int] | None)
     if segments is None:
         raise UserError('distance "reference" on vectors needs `segments`, the size of each tensor')
     if sum(segments) != width:
-        raise UserError(f"segments must add up to the {width} columns of models, got {sum(segments)}")
+        raise UserError(
+            f"segments must add up to the {width} columns of models, got {sum(segments)}"
+        )
     return vectors, list(segments)
 
 
@@ -230,12 +273,15 @@ def _stack(models: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, list[int]]:
     first = models[0]
     for k, model in enumerate(models[1:], start=1):
         if odd := sorted(first.keys() ^ model.keys()):
-            raise UserError(f"models must have the same keys, {odd[0]!r} is not in both client 0 and client {k}")
+            raise UserError(
+                f"models must have the same keys, {odd[0]!r} is not in both client 0 and client {k}"
+            )
         for key, value in first.items():
             other = model[key]
             if value.shape != other.shape or value.is_floating_point() != other.is_floating_point():
                 raise UserError(
-                    f"models must have the same shapes, {key!r} is {value.dtype} {tuple(value.shape)} "
+                    f"models must have the same shapes, {key!r} is {value.dtype} "
+                    f"{tuple(value.shape)} "
                     f"at client 0 and {other.dtype} {tuple(other.shape)} at client {k}"
                 )
     keys = [key for key, value in first.items() if value.is_floating_point()]
@@ -260,7 +306,9 @@ def _nearest(vectors: Sequence[Tensor], sizes: list[int], flagged: Tensor) -> Te
 def _flags(noisy: ArrayLike | Tensor, k: int) -> Tensor:
     given = torch.as_tensor(noisy, device="cpu")
     if given.shape != (k,):
-        raise UserError(f"noisy must have one entry per model ({k}), got shape {tuple(given.shape)}")
+        raise UserError(
+            f"noisy must have one entry per model ({k}), got shape {tuple(given.shape)}"
+        )
     flagged = given.bool()
     if not torch.equal(flagged.to(given), given):
         raise UserError(
@@ -271,6 +319,12 @@ def _flags(noisy: ArrayLike | Tensor, k: int) -> Tensor:
 
 
 def _check_finite(vectors: Sequence[Tensor]) -> None:
-    extremes = torch.stack([torch.stack(torch.aminmax(vector)).abs().amax() for vector in vectors]).cpu().double()
+    extremes = (
+        torch.stack([torch.stack(torch.aminmax(vector)).abs().amax() for vector in vectors])
+        .cpu()
+        .double()
+    )
     if bad := (~(extremes < _LARGEST)).nonzero().flatten().tolist():
-        raise UserError(f"the model of client {bad[0]} has weights that are not finite: leave this client out")
+        raise UserError(
+            f"the model of client {bad[0]} has weights that are not finite: leave this client out"
+        )

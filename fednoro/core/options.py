@@ -1,8 +1,9 @@
-"""Options with a range: the dataclasses that describe data, partition, noise, model, training and method.
+"""Options with a range: the dataclasses that describe data, partition,
+noise, model, training and method.
 
-They are plain frozen dataclasses, so the training path needs nothing but the standard library here. A
-range is kept in the field's metadata and checked whenever an object is made, by the command line and by
-library users alike; types and unknown keys are checked at the edge, in `config.py`.
+They are plain frozen dataclasses, so the training path needs nothing but the standard library here.
+A range is kept in the field's metadata and checked whenever an object is made, by the command line
+and by library users alike; types and unknown keys are checked at the edge, in `config.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, ClassVar
 
-from fednoro.types import UserError
+from fednoro.core.types import UserError
 
 
 def option(
@@ -29,9 +30,13 @@ def option(
     le: float | None = None,
     lt: float | None = None,
 ) -> Any:
-    """A dataclass field with a one-line description and bounds; `example` is told whoever leaves a required one out."""
+    """A dataclass field with a one-line description and bounds; `example` is told
+    whoever leaves a required one out.
+    """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    return dataclasses.field(default=default, metadata={"help": help, "bounds": bounds, "example": example})
+    return dataclasses.field(
+        default=default, metadata={"help": help, "bounds": bounds, "example": example}
+    )
 
 
 def allowed(field: dataclasses.Field[Any]) -> str:
@@ -40,7 +45,10 @@ def allowed(field: dataclasses.Field[Any]) -> str:
     ge, gt, le, lt = (bounds.get(key) for key in ("ge", "gt", "le", "lt"))
     has_low, has_high = (ge, gt) != (None, None), (le, lt) != (None, None)
     if has_low and has_high:
-        return f"in {f'({gt:g}' if gt is not None else f'[{ge:g}'}, {f'{lt:g})' if lt is not None else f'{le:g}]'}"
+        return (
+            f"in {f'({gt:g}' if gt is not None else f'[{ge:g}'}, "
+            f"{f'{lt:g})' if lt is not None else f'{le:g}]'}"
+        )
     if has_low:
         return f"> {gt:g}" if gt is not None else f">= {ge:g}"
     if has_high:
@@ -49,7 +57,9 @@ def allowed(field: dataclasses.Field[Any]) -> str:
 
 
 def imported(name: str, what: str) -> Any:
-    """What `module:name` in a configuration stands for; whatever goes wrong in the user's module is told as such."""
+    """What `module:name` in a configuration stands for; whatever goes wrong in the
+    user's module is told as such.
+    """
     module, _, wanted = name.partition(":")
     try:
         return functools.reduce(getattr, wanted.split("."), importlib.import_module(module))
@@ -59,7 +69,9 @@ def imported(name: str, what: str) -> Any:
             advice = f": is {error.name} in the folder that you are in, or on PYTHONPATH?"
         raise UserError(f"{what} {name!r} cannot be imported ({error}){advice}") from error
     except Exception as error:
-        raise UserError(f"{what} {name!r} cannot be imported ({type(error).__name__}: {error})") from error
+        raise UserError(
+            f"{what} {name!r} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _inside(value: Any, bounds: Mapping[str, float | None]) -> bool:
@@ -79,6 +91,10 @@ class Options:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Real) and allowed(field) and not _inside(value, field.metadata["bounds"]):
+            if (
+                isinstance(value, Real)
+                and allowed(field)
+                and not _inside(value, field.metadata["bounds"])
+            ):
                 where = f"{self.section}.{field.name}" if self.section else field.name
                 raise UserError(f"{where} must be {allowed(field)}, got {value}")

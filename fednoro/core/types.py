@@ -1,7 +1,8 @@
 """The words everything else speaks: what a server asks, what a client answers, what is carried on.
 
-One *exchange* is ``plan → work → fold``: the server plans a `Task` for each client, each client works
-and sends a `Reply`, the server folds the replies into the next `State`. A round may take several.
+One *exchange* is ``plan → work → fold``: the server plans a `Task` for each client,
+each client works and sends a `Reply`, the server folds the replies into the next
+`State`. A round may take several.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ class FedNoRoWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Weights:
-    """One model as one vector: trainable parameters, then floating-point buffers; integer counters apart."""
+    """One model as one vector: trainable parameters, then floating-point
+    buffers; integer counters apart.
+    """
 
     values: Tensor  # P
     counters: Tensor  # int64, such as BatchNorm's num_batches_tracked
     segments: tuple[int, ...] = ()  # sizes of the tensors that `values` is made of
 
     def extent(self) -> Tensor:
-        """The least and the largest value and the least counter, 3; a NaN comes through as the first two."""
+        """The least and the largest value and the least counter, 3; a NaN
+        comes through as the first two.
+        """
         import torch
 
         counters = self.counters if self.counters.numel() else self.counters.new_zeros(1)
@@ -63,15 +68,19 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """What one client sends back: never data, only weights, counts, sums over images and metrics."""
+    """What one client sends back: never data, only weights, counts,
+    sums over images and metrics.
+    """
 
     client: int
     size: int
     weights: Weights | None = None
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
     arrays: Mapping[str, FloatArray] = field(default_factory=dict)
-    answers: tuple[str, int] | None = None  # name and round of its task, where it came by way of a network
-    extent: tuple[float, float, float] | None = None  # of its weights, where the engine has looked already
+    # name and round of its task, where it came by way of a network
+    answers: tuple[str, int] | None = None
+    # of its weights, where the engine has looked already
+    extent: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,9 @@ class Clients:
 
 @dataclass(frozen=True)
 class State:
-    """All that the server carries from one exchange to the next; saving and loading it is resuming."""
+    """All that the server carries from one exchange to the next;
+    saving and loading it is resuming.
+    """
 
     model: Weights
     round: int  # rounds finished
@@ -118,8 +129,10 @@ class State:
     seed: int
     stage: str = "training"
     memo: Mapping[str, Any] = field(default_factory=dict)  # JSON values only
-    notes: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # per client, from the last fold
-    kept: Mapping[str, Weights] = field(default_factory=dict)  # earlier models that the method goes back to
+    # per client, from the last fold
+    notes: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    # earlier models that the method goes back to
+    kept: Mapping[str, Weights] = field(default_factory=dict)
 
 
 @dataclass
@@ -154,7 +167,9 @@ class Site(Protocol):
 
     @property
     def memory(self) -> dict[str, Tensor]:
-        """What a method keeps at this client, through rounds and resume; tensors are replaced, not changed in place."""
+        """What a method keeps at this client, through rounds and resume; tensors are
+        replaced, not changed in place.
+        """
 
     @property
     def labels(self) -> Tensor:
@@ -186,4 +201,6 @@ class Site(Protocol):
         """The penultimate layer for all of the client's images in eval mode, N×d."""
 
     def to_array(self, tensor: Tensor) -> FloatArray:
-        """A tensor for `Reply.arrays`; it may be filled only when the engine hands the reply over."""
+        """A tensor for `Reply.arrays`; it may be filled only when the
+        engine hands the reply over.
+        """

@@ -11,18 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix
 
-from fednoro.metrics import balanced_accuracy, best_last, confusion, detection, per_class_recall
-from fednoro.types import UserError
+from fednoro.core.metrics import (
+    balanced_accuracy,
+    best_last,
+    confusion,
+    detection,
+    per_class_recall,
+)
+from fednoro.core.types import UserError
 
 PAIRS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=60)
 
 
 @given(PAIRS)
 @settings(deadline=None, max_examples=60)
-def test_balanced_accuracy_and_confusion_agree_with_scikit_learn(pairs: list[tuple[int, int]]) -> None:
+def test_balanced_accuracy_and_confusion_agree_with_scikit_learn(
+    pairs: list[tuple[int, int]],
+) -> None:
     true, pred = np.array(pairs).T
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # scikit-learn warns about predicted classes that are not in y_true
+        # scikit-learn warns about predicted classes that are not in y_true
+        warnings.simplefilter("ignore")
         expected = balanced_accuracy_score(true, pred)
         table = confusion_matrix(true, pred, labels=range(6))
     assert balanced_accuracy(true, pred, 6) == pytest.approx(expected, rel=1e-12)
@@ -58,7 +67,9 @@ def test_labels_that_cannot_be_compared_are_an_error() -> None:
         balanced_accuracy([0, 1], [0, -1], 3)
     with pytest.raises(UserError, match="y_pred must be one integer per sample, got float64"):
         balanced_accuracy([0, 1], [0.2, 0.8], 3)
-    with pytest.raises(UserError, match=r"y_pred must be one integer per sample, got int64 of shape \(2, 3\)"):
+    with pytest.raises(
+        UserError, match=r"y_pred must be one integer per sample, got int64 of shape \(2, 3\)"
+    ):
         balanced_accuracy([0, 1], np.zeros((2, 3), dtype=np.int64), 3)
 
 

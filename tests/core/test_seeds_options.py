@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fednoro.clients import Client
+from fednoro.core.options import Options, allowed, option
+from fednoro.core.seeds import generator, torch_seed
+from fednoro.core.training import Augment, Training
+from fednoro.core.types import UserError
 from fednoro.engine import choose_device
 from fednoro.models import Cnn
-from fednoro.options import Options, allowed, option
-from fednoro.seeds import generator, torch_seed
-from fednoro.training import Augment, Training
-from fednoro.types import UserError
 
 NO_CUDA = not torch.cuda.is_available()
 
@@ -31,7 +31,11 @@ def stream(seed: int, purpose: str, *keys: int) -> tuple[int, ...]:
 # Seeds.
 
 SMALL = st.integers(0, 3)
-PLACES = st.tuples(SMALL, st.sampled_from(["train", "score", "score.augment", "model"]), st.lists(SMALL, max_size=4))
+PLACES = st.tuples(
+    SMALL,
+    st.sampled_from(["train", "score", "score.augment", "model"]),
+    st.lists(SMALL, max_size=4),
+)
 
 
 @settings(deadline=None, max_examples=200)
@@ -219,7 +223,9 @@ def test_a_device_that_is_none_is_refused_by_name_in_one_line(name: str) -> None
     with pytest.raises(UserError) as caught:
         choose_device(name)
     known = name == "meta"  # to PyTorch
-    expected = "cannot be used here: " if known else "is unknown: use auto, cpu, cuda, or cuda:1 and so on"
+    expected = (
+        "cannot be used here: " if known else "is unknown: use auto, cpu, cuda, or cuda:1 and so on"
+    )
     assert str(caught.value).startswith(f"device {name!r} {expected}")
     assert "\n" not in str(caught.value)
 

@@ -12,8 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fednoro.losses import Adjust, distill, gaussian_ramp, log_prior, logit_adjusted_ce, per_class_losses
-from fednoro.types import UserError
+from fednoro.core.losses import (
+    Adjust,
+    distill,
+    gaussian_ramp,
+    log_prior,
+    logit_adjusted_ce,
+    per_class_losses,
+)
+from fednoro.core.types import UserError
 
 ADJUST: tuple[Adjust, ...] = ("student", "none", "both")
 COUNTS = torch.tensor([7, 0, 2, 0, 1])  # two absent classes
@@ -23,7 +30,9 @@ def batch(seed: int = 0, counts: Tensor = COUNTS, size: int = 6) -> tuple[Tensor
     """Logits, labels among the held classes, and teacher logits."""
     rng = np.random.default_rng(seed)
     held = np.flatnonzero(counts.numpy())
-    logits, teacher = (torch.from_numpy(rng.normal(scale=3, size=(size, len(counts)))) for _ in range(2))
+    logits, teacher = (
+        torch.from_numpy(rng.normal(scale=3, size=(size, len(counts)))) for _ in range(2)
+    )
     return logits, torch.from_numpy(rng.choice(held, size)), teacher
 
 
@@ -35,7 +44,10 @@ def softmax(row: list[float]) -> list[float]:
 
 def plus(row: list[float], counts: list[int]) -> list[float]:
     """`row + log π` in plain Python."""
-    return [v + (math.log(n / sum(counts)) if n else -math.inf) for v, n in zip(row, counts, strict=True)]
+    return [
+        v + (math.log(n / sum(counts)) if n else -math.inf)
+        for v, n in zip(row, counts, strict=True)
+    ]
 
 
 def slow_ce(logits: Tensor, labels: Tensor, counts: Tensor) -> float:
@@ -43,7 +55,9 @@ def slow_ce(logits: Tensor, labels: Tensor, counts: Tensor) -> float:
     return -sum(math.log(row[y]) for row, y in zip(rows, labels.tolist(), strict=True)) / len(rows)
 
 
-def slow_kl(logits: Tensor, teacher: Tensor, temperature: float, counts: Tensor, adjust: Adjust) -> float:
+def slow_kl(
+    logits: Tensor, teacher: Tensor, temperature: float, counts: Tensor, adjust: Adjust
+) -> float:
     total, n = 0.0, counts.tolist()
     for student_row, teacher_row in zip(logits.tolist(), teacher.tolist(), strict=True):
         y_p = softmax(student_row if adjust == "none" else plus(student_row, n))
@@ -56,9 +70,17 @@ def slow_kl(logits: Tensor, teacher: Tensor, temperature: float, counts: Tensor,
 
 
 def slow_distill(
-    logits: Tensor, labels: Tensor, teacher: Tensor, lam: float, t: float, counts: Tensor, adjust: Adjust
+    logits: Tensor,
+    labels: Tensor,
+    teacher: Tensor,
+    lam: float,
+    t: float,
+    counts: Tensor,
+    adjust: Adjust,
 ) -> float:
-    return lam * slow_kl(logits, teacher, t, counts, adjust) + (1 - lam) * slow_ce(logits, labels, counts)
+    return lam * slow_kl(logits, teacher, t, counts, adjust) + (1 - lam) * slow_ce(
+        logits, labels, counts
+    )
 
 
 def slow_gradient(f: Callable[[Tensor], float], x: Tensor, h: float = 1e-6) -> Tensor:
@@ -80,14 +102,18 @@ def fast_gradient(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def test_log_prior_is_the_log_of_class_frequencies_and_minus_inf_for_absent_classes() -> None:
     expected = [math.log(0.7), -math.inf, math.log(0.2), -math.inf, math.log(0.1)]
-    torch.testing.assert_close(log_prior(COUNTS.double()), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(
+        log_prior(COUNTS.double()), torch.tensor(expected, dtype=torch.float64)
+    )
     assert log_prior(COUNTS).dtype == torch.float32
 
 
 def test_logit_adjusted_ce_matches_the_loops_in_value_and_gradient() -> None:
     logits, labels, _ = batch()
     prior = log_prior(COUNTS.double())
-    assert logit_adjusted_ce(logits, labels, prior).item() == pytest.approx(slow_ce(logits, labels, COUNTS), rel=1e-12)
+    assert logit_adjusted_ce(logits, labels, prior).item() == pytest.approx(
+        slow_ce(logits, labels, COUNTS), rel=1e-12
+    )
     torch.testing.assert_close(
         fast_gradient(lambda z: logit_adjusted_ce(z, labels, prior), logits),
         slow_gradient(lambda z: slow_ce(z, labels, COUNTS), logits),
@@ -102,9 +128,13 @@ def test_distill_matches_the_loops_in_value_and_gradient(adjust: Adjust, lam: fl
     logits, labels, teacher = batch()
     prior = log_prior(COUNTS.double())
     value = distill(logits, labels, teacher, lam, 0.8, prior, adjust=adjust)
-    assert value.item() == pytest.approx(slow_distill(logits, labels, teacher, lam, 0.8, COUNTS, adjust), rel=1e-12)
+    assert value.item() == pytest.approx(
+        slow_distill(logits, labels, teacher, lam, 0.8, COUNTS, adjust), rel=1e-12
+    )
     torch.testing.assert_close(
-        fast_gradient(lambda z: distill(z, labels, teacher, lam, 0.8, prior, adjust=adjust), logits),
+        fast_gradient(
+            lambda z: distill(z, labels, teacher, lam, 0.8, prior, adjust=adjust), logits
+        ),
         slow_gradient(lambda z: slow_distill(z, labels, teacher, lam, 0.8, COUNTS, adjust), logits),
         rtol=1e-7,
         atol=1e-8,
@@ -121,16 +151,24 @@ def test_gradcheck_of_distill_with_absent_classes(adjust: Adjust) -> None:
     )
 
 
-@given(st.integers(0, 2**32), st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any), st.sampled_from(ADJUST))
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any),
+    st.sampled_from(ADJUST),
+)
 @settings(deadline=None, max_examples=60)
 def test_distill_is_finite_with_any_absent_classes_and_extreme_logits(
     seed: int, counts: list[int], adjust: Adjust
 ) -> None:
-    logits, labels, teacher = (v.float() if v.is_floating_point() else v for v in batch(seed, torch.tensor(counts)))
+    logits, labels, teacher = (
+        v.float() if v.is_floating_point() else v for v in batch(seed, torch.tensor(counts))
+    )
     for scale in (1.0, 1e3, 1e6):
         z = (logits * scale).requires_grad_()
         f_g = (teacher * scale).requires_grad_()
-        value = distill(z, labels, f_g, torch.tensor(0.5), 0.8, log_prior(torch.tensor(counts)), adjust=adjust)
+        value = distill(
+            z, labels, f_g, torch.tensor(0.5), 0.8, log_prior(torch.tensor(counts)), adjust=adjust
+        )
         (gradient,) = torch.autograd.grad(value, z, retain_graph=True)
         assert value.isfinite()
         assert gradient.isfinite().all()
@@ -143,10 +181,13 @@ def test_distill_without_lambda_is_the_adjusted_ce(adjust: Adjust, zero: float |
     logits, labels, teacher = batch()
     prior = log_prior(COUNTS.double())
     assert torch.equal(
-        distill(logits, labels, teacher, zero, 0.8, prior, adjust=adjust), logit_adjusted_ce(logits, labels, prior)
+        distill(logits, labels, teacher, zero, 0.8, prior, adjust=adjust),
+        logit_adjusted_ce(logits, labels, prior),
     )
     torch.testing.assert_close(
-        fast_gradient(lambda z: distill(z, labels, teacher, zero, 0.8, prior, adjust=adjust), logits),
+        fast_gradient(
+            lambda z: distill(z, labels, teacher, zero, 0.8, prior, adjust=adjust), logits
+        ),
         fast_gradient(lambda z: logit_adjusted_ce(z, labels, prior), logits),
         rtol=1e-14,
         atol=1e-16,
@@ -157,7 +198,10 @@ def test_lambda_may_be_a_tensor() -> None:
     logits, labels, teacher = batch()
     prior = log_prior(COUNTS.double())
     by_float = distill(logits, labels, teacher, 0.3, 0.8, prior)
-    assert torch.equal(distill(logits, labels, teacher, torch.tensor(0.3, dtype=torch.float64), 0.8, prior), by_float)
+    assert torch.equal(
+        distill(logits, labels, teacher, torch.tensor(0.3, dtype=torch.float64), 0.8, prior),
+        by_float,
+    )
 
 
 def test_the_three_places_of_the_prior_differ_and_the_default_is_the_student() -> None:
@@ -190,21 +234,30 @@ def test_per_class_losses_are_means_of_the_plain_ce_with_nan_for_missing() -> No
     assert means.dtype == counts.dtype == torch.float64
     for c in range(5):
         own = [
-            -math.log(softmax(z)[c]) for z, y in zip(logits.float().tolist(), labels.tolist(), strict=True) if y == c
+            -math.log(softmax(z)[c])
+            for z, y in zip(logits.float().tolist(), labels.tolist(), strict=True)
+            if y == c
         ]
         assert counts[c] == len(own)
-        assert means[c].item() == pytest.approx(sum(own) / len(own), rel=1e-12) if own else means[c].isnan()
+        assert (
+            means[c].item() == pytest.approx(sum(own) / len(own), rel=1e-12)
+            if own
+            else means[c].isnan()
+        )
 
 
 def test_an_infinite_loss_stays_within_its_class() -> None:
-    means, _ = per_class_losses(torch.tensor([[0.0, -math.inf], [0.0, 0.0]]), torch.tensor([1, 0]), 2)
+    means, _ = per_class_losses(
+        torch.tensor([[0.0, -math.inf], [0.0, 0.0]]), torch.tensor([1, 0]), 2
+    )
     assert means[1] == math.inf
     assert means[0].item() == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize("adjust", ADJUST)
 def test_no_tensor_value_is_read_on_the_host(adjust: Adjust) -> None:
-    # meta tensors have no values: `.item()`, `bool()` and numpy fail on them as they do in a CUDA graph
+    # meta tensors have no values: `.item()`, `bool()` and numpy fail on them
+    # as they do in a CUDA graph
     logits = torch.empty(6, 5, device="meta", requires_grad=True)
     labels, counts, lam = (torch.empty(n, device="meta", dtype=torch.int64) for n in (6, 5, ()))
     prior = log_prior(counts)
@@ -220,7 +273,11 @@ def test_the_ramp_of_the_ich_setting() -> None:
     assert gaussian_ramp(10, 10, 49, 0.8, start_at_zero=False) == 0.8 * math.exp(-5)
     for t in range(11, 50):
         expected = 0.8 * math.exp(-5 * (1 - (t - 10) / 39) ** 2)
-        assert gaussian_ramp(t, 10, 49, 0.8) == gaussian_ramp(t, 10, 49, 0.8, start_at_zero=False) == expected
+        assert (
+            gaussian_ramp(t, 10, 49, 0.8)
+            == gaussian_ramp(t, 10, 49, 0.8, start_at_zero=False)
+            == expected
+        )
     assert gaussian_ramp(49, 10, 49, 0.8) == gaussian_ramp(99, 10, 49, 0.8) == 0.8
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fednoro import aggregate
-from fednoro.aggregate import (
+from fednoro.core import aggregate
+from fednoro.core.aggregate import (
     average,
     daagg_weights,
     distance_weights,
@@ -24,7 +24,7 @@ from fednoro.aggregate import (
     pairwise_distances,
     size_weights,
 )
-from fednoro.types import FedNoRoWarning, UserError, Weights
+from fednoro.core.types import FedNoRoWarning, UserError, Weights
 
 SIZES = [30, 10, 25, 5, 40]
 NOISY = [False, True, False, True, True]
@@ -83,13 +83,17 @@ def close(got: Tensor, expected: Sequence[float], rel: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pairwise_distances_match_the_loops(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairwise_distances_match_the_loops(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(aggregate._BLOCK, "cpu", 7 * 5)  # several blocks and a remainder
     models = matrix(dtype=dtype)
     before = models.clone()
     distances = pairwise_distances(models)
     for i in range(5):
-        close(distances[i], [slow_distance(models[i].tolist(), models[j].tolist()) for j in range(5)])
+        close(
+            distances[i], [slow_distance(models[i].tolist(), models[j].tolist()) for j in range(5)]
+        )
     assert torch.equal(distances, distances.T)
     assert torch.equal(models, before)
 
@@ -98,10 +102,15 @@ def test_distances_survive_a_large_common_offset() -> None:
     rng = np.random.default_rng(0)
     common = rng.normal(scale=1000, size=50_000).astype(np.float32)
     ulps = rng.integers(-2, 3, size=(4, 50_000)).astype(np.float32)
-    models = torch.from_numpy(common + ulps * np.spacing(np.abs(common)))  # differ in the last bits only
+    # differ in the last bits only
+    models = torch.from_numpy(common + ulps * np.spacing(np.abs(common)))
     distances = pairwise_distances(models)
     for i in range(4):
-        close(distances[i], [slow_distance(models[i].tolist(), models[j].tolist()) for j in range(4)], rel=1e-9)
+        close(
+            distances[i],
+            [slow_distance(models[i].tolist(), models[j].tolist()) for j in range(4)],
+            rel=1e-9,
+        )
     assert (distances + torch.eye(4) > 0).all()
 
 
@@ -109,7 +118,9 @@ def test_distances_survive_a_large_common_offset() -> None:
 @settings(deadline=None, max_examples=40)
 def test_exact_duplicates_are_at_distance_zero(seed: int, p: int, scale: float) -> None:
     rng = np.random.default_rng(seed)
-    rows = torch.from_numpy((rng.normal(size=(3, p)) * scale + rng.normal(size=p)).astype(np.float32))
+    rows = torch.from_numpy(
+        (rng.normal(size=(3, p)) * scale + rng.normal(size=p)).astype(np.float32)
+    )
     models = rows[torch.from_numpy(rng.permutation([0, 0, 0, 1, 1, 2]))]
     distances = pairwise_distances(models)
     same = (models[:, None] == models[None]).all(dim=-1)
@@ -122,7 +133,9 @@ def test_what_the_gram_matrix_cannot_resolve_is_at_distance_zero() -> None:
     for share, resolved in ((1e-5, True), (1e-7, False)):
         models[2] = models[1] * (1 + share)
         distance = pairwise_distances(models)[1, 2].item()
-        assert distance == pytest.approx(models[1].norm().item() * share if resolved else 0.0, rel=1e-3, abs=0)
+        assert distance == pytest.approx(
+            models[1].norm().item() * share if resolved else 0.0, rel=1e-3, abs=0
+        )
 
 
 def test_paper_distance_is_one_norm_over_the_vector() -> None:
@@ -137,13 +150,19 @@ def test_reference_distance_is_one_norm_per_tensor() -> None:
     models = matrix()
     d = slow_nearest([cut(row, SEGMENTS) for row in models.tolist()], NOISY)
     close(nearest_clean(models, NOISY, "reference", SEGMENTS), d)
-    close(daagg_weights(models, SIZES, NOISY, "reference", segments=SEGMENTS), slow_weights(d, SIZES))
+    close(
+        daagg_weights(models, SIZES, NOISY, "reference", segments=SEGMENTS), slow_weights(d, SIZES)
+    )
 
 
 def test_state_dicts_count_every_floating_point_tensor_and_no_counter() -> None:
     models = networks()
     floats = [
-        [value.flatten().tolist() for key, value in model.items() if not key.endswith("num_batches_tracked")]
+        [
+            value.flatten().tolist()
+            for key, value in model.items()
+            if not key.endswith("num_batches_tracked")
+        ]
         for model in models
     ]
     per_tensor = slow_nearest(floats, NOISY)
@@ -185,8 +204,12 @@ def test_equal_models_weigh_by_size() -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 8), st.data())
 @settings(deadline=None, max_examples=60)
-def test_weights_are_a_distribution_and_favour_the_closer_of_equal_size(seed: int, k: int, data: st.DataObject) -> None:
-    noisy = data.draw(st.lists(st.booleans(), min_size=k, max_size=k).filter(lambda flags: not all(flags)))
+def test_weights_are_a_distribution_and_favour_the_closer_of_equal_size(
+    seed: int, k: int, data: st.DataObject
+) -> None:
+    noisy = data.draw(
+        st.lists(st.booleans(), min_size=k, max_size=k).filter(lambda flags: not all(flags))
+    )
     models = matrix(seed, k, 11)
     weights = daagg_weights(models, [7] * k, noisy)
     assert weights.sum().item() == pytest.approx(1, rel=1e-12)
@@ -224,15 +247,21 @@ def test_mistakes_in_the_arguments_are_named() -> None:
         daagg_weights(models, SIZES, [False] * 5, "cosine")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"sizes must have one entry per model \(5\), got 4"):
         daagg_weights(models, SIZES[:4], NOISY)
-    with pytest.raises(UserError, match=r"noisy must have one entry per model \(5\), got shape \(4,\)"):
+    with pytest.raises(
+        UserError, match=r"noisy must have one entry per model \(5\), got shape \(4,\)"
+    ):
         daagg_weights(models, SIZES, NOISY[:4])
     numbers = r"got \[0, 2, 3, 1, 4\]: with client numbers, \[k in numbers for k in range\(5\)\]"
     with pytest.raises(UserError, match=f"noisy must say for each client whether it is, {numbers}"):
         daagg_weights(models, SIZES, [0, 2, 3, 1, 4])
-    assert torch.equal(daagg_weights(models, SIZES, NOISY), daagg_weights(models, SIZES, [int(f) for f in NOISY]))
+    assert torch.equal(
+        daagg_weights(models, SIZES, NOISY), daagg_weights(models, SIZES, [int(f) for f in NOISY])
+    )
     with pytest.raises(UserError, match="sizes must be positive, got 0 for client 2"):
         daagg_weights(models, [1, 1, 0, 1, 1], NOISY)
-    with pytest.raises(UserError, match=r"floating-point K×P matrix, got torch.float32 of shape \(20,\)"):
+    with pytest.raises(
+        UserError, match=r"floating-point K×P matrix, got torch.float32 of shape \(20,\)"
+    ):
         daagg_weights(models[0], SIZES, NOISY)
     with pytest.raises(UserError, match=r"floating-point K×P matrix, got torch.int64"):
         daagg_weights(torch.ones(5, 2, dtype=torch.int64), SIZES, NOISY)
@@ -245,8 +274,15 @@ def test_mistakes_in_the_arguments_are_named() -> None:
 def test_state_dicts_that_do_not_fit_name_the_key() -> None:
     models = networks()
     with pytest.raises(UserError, match=r"'3\.bias' is not in both client 0 and client 2"):
-        daagg_weights([*models[:2], {k: v for k, v in models[2].items() if k != "3.bias"}, *models[3:]], SIZES, NOISY)
-    with pytest.raises(UserError, match=r"'3\.bias' is torch.float32 \(2,\) at client 0 and torch.float32 \(7,\) at"):
+        daagg_weights(
+            [*models[:2], {k: v for k, v in models[2].items() if k != "3.bias"}, *models[3:]],
+            SIZES,
+            NOISY,
+        )
+    with pytest.raises(
+        UserError,
+        match=r"'3\.bias' is torch.float32 \(2,\) at client 0 and torch.float32 \(7,\) at",
+    ):
         daagg_weights([*models[:4], {**models[4], "3.bias": torch.ones(7)}], SIZES, NOISY)
     with pytest.raises(UserError, match="at least one floating-point tensor"):
         daagg_weights([{"n": torch.tensor(1)}] * 5, SIZES, NOISY)
@@ -264,7 +300,9 @@ def test_distance_weights_are_daagg_with_distances_given() -> None:
     close(distance_weights(d, SIZES), slow_weights(d.tolist(), SIZES))
     assert torch.equal(distance_weights(d, SIZES), daagg_weights(models, SIZES, NOISY))
     assert torch.equal(distance_weights(torch.zeros(5), SIZES), size_weights(SIZES))
-    with pytest.raises(UserError, match=r"distances must have one entry per client \(5\), got \(4,\)"):
+    with pytest.raises(
+        UserError, match=r"distances must have one entry per client \(5\), got \(4,\)"
+    ):
         distance_weights(d[:4], SIZES)
 
 
@@ -280,7 +318,10 @@ def test_size_weights_are_shares() -> None:
 def test_mix_is_the_weighted_sum_rounded_once() -> None:
     models, weights = matrix(), size_weights(SIZES)
     columns = list(zip(*models.tolist(), strict=True))
-    expected = [math.fsum(w * v for w, v in zip(weights.tolist(), column, strict=True)) for column in columns]
+    expected = [
+        math.fsum(w * v for w, v in zip(weights.tolist(), column, strict=True))
+        for column in columns
+    ]
     mixed = mix(models, weights)
     assert mixed.dtype == torch.float32
     assert torch.equal(mixed, torch.tensor(expected, dtype=torch.float64).float())
@@ -290,7 +331,10 @@ def test_mix_is_the_weighted_sum_rounded_once() -> None:
 def test_a_single_model_is_mixed_and_averaged_bit_for_bit(dtype: torch.dtype) -> None:
     model = matrix(k=1, dtype=dtype)
     model[0, :2] = torch.tensor([-0.0, 1e-30])
-    for got in (mix(model, torch.ones(1)), average([(Weights(model[0], torch.tensor([1])), 1.0)]).values):
+    for got in (
+        mix(model, torch.ones(1)),
+        average([(Weights(model[0], torch.tensor([1])), 1.0)]).values,
+    ):
         assert got.dtype == dtype
         assert torch.equal(got, model[0])
         assert torch.equal(got.signbit(), model[0].signbit())
@@ -304,9 +348,15 @@ def test_mix_rejects_weights_of_another_length() -> None:
 def test_average_is_the_weighted_mean_in_the_input_dtype() -> None:
     models = matrix(1, 4, 9)
     sizes = [3.0, 100.0, 1.0, 20.0]
-    result = average((Weights(row, torch.tensor([k])), n) for k, (row, n) in enumerate(zip(models, sizes, strict=True)))
+    result = average(
+        (Weights(row, torch.tensor([k])), n)
+        for k, (row, n) in enumerate(zip(models, sizes, strict=True))
+    )
     columns = list(zip(*models.tolist(), strict=True))
-    expected = [math.fsum(n * v for n, v in zip(sizes, column, strict=True)) / sum(sizes) for column in columns]
+    expected = [
+        math.fsum(n * v for n, v in zip(sizes, column, strict=True)) / sum(sizes)
+        for column in columns
+    ]
     assert torch.equal(result.values, torch.tensor(expected, dtype=torch.float64).float())
 
 
@@ -322,7 +372,9 @@ def test_average_accumulates_in_float64() -> None:
 
 
 def test_counters_come_from_the_largest_weight_and_the_first_on_ties() -> None:
-    pairs = [(Weights(torch.ones(2), torch.tensor([k])), w) for k, w in enumerate([1.0, 5.0, 5.0, 2.0])]
+    pairs = [
+        (Weights(torch.ones(2), torch.tensor([k])), w) for k, w in enumerate([1.0, 5.0, 5.0, 2.0])
+    ]
     result = average(pairs)
     assert result.counters.tolist() == [1]
     assert result.counters.dtype == torch.int64

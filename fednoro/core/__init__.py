@@ -1,0 +1,1 @@
+"""The vocabulary and the equations that everything else is written in."""
