@@ -34,10 +34,10 @@ from fednoro.audit.estimates import noise
 from fednoro.audit.exchanges import Audit
 from fednoro.audit.ranking import margins
 from fednoro.audit.simulated import Examined, Subject, examine
-from fednoro.clients import Client
 from fednoro.conduct import Watcher
 from fednoro.config import resolve
 from fednoro.core.types import BoolArray, FloatArray, IntArray
+from fednoro.data.client import Client
 from fednoro.experiment import laboratory
 
 Figures = dict[str, float]

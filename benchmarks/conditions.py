@@ -30,9 +30,9 @@ from fednoro.config import resolve
 from fednoro.core.metrics import best_last
 from fednoro.core.types import FedNoRoWarning, State
 from fednoro.data.dataset import Dataset
+from fednoro.data.federation import Federation, assemble
 from fednoro.engine import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory, tester
-from fednoro.federation import Federation, assemble
 from fednoro.methods import Method
 from fednoro.models import Packed
 from fednoro.rounds import play

@@ -49,11 +49,11 @@ from fednoro.core.types import (
     State,
     Task,
 )
+from fednoro.data.federation import Federation, assemble
 from fednoro.detect import NoisyClientDetector
 from fednoro.engine import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory
 from fednoro.explained import SENT, WATCH, WATCHED, left_over, measure
-from fednoro.federation import Federation, assemble
 from fednoro.left_out import PURGED_WIDER, pairs_of
 from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.models import Packed

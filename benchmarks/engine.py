@@ -24,10 +24,10 @@ from torch import nn
 
 from benchmarks import plain
 from benchmarks.machine import best_and_median, describe, markdown, ratio, seconds
-from fednoro.clients import Client
 from fednoro.core.seeds import generator
 from fednoro.core.training import Augment, Training
 from fednoro.core.types import Clients, State, Task
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine import EagerEngine, Hardware, Precision, choose_device, worthwhile_threads
 from fednoro.methods import FedNoRo, Method

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from fednoro.clients import Client
 from fednoro.core.training import Augment, Training
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

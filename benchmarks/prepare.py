@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fednoro.data.archive import open_tree
-from fednoro.data.cache import Plan, Recipe, Record, prepare
-from fednoro.data.dicom import decode_dicom
-from fednoro.data.pixels import decode_image
+from fednoro.data.cache.archive import open_tree
+from fednoro.data.cache.dicom import decode_dicom
+from fednoro.data.cache.image_file import decode_image
+from fednoro.data.cache.preparation import Plan, Recipe, Record, prepare
 
 Decode = Callable[..., NDArray[np.uint8]]
 Figures = tuple[float, float, float]  # images per second, MB on top of those at the start, MB of all workers

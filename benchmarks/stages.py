@@ -103,8 +103,8 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
         from benchmarks.machine import describe
         from fednoro import conduct, experiment
         from fednoro.config import resolve
+        from fednoro.data.federation import Federation
         from fednoro.engine import Hardware, choose_device
-        from fednoro.federation import Federation
         from fednoro.rounds import play
         from fednoro.runs import RunFolder, Saver
 

@@ -60,8 +60,8 @@ _PIECES = {
     "metrics": "core.metrics",
     "mixture": "mixture",
     "models": "models",
-    "noise": "noise",
-    "partition": "partition",
+    "noise": "data.noise",
+    "partition": "data.partition",
 }
 
 

@@ -14,12 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fednoro.clients import Client
 from fednoro.config import Config, resolve, section_name
 from fednoro.core.files import write_json, write_whole
 from fednoro.core.metrics import best_last, detection
 from fednoro.core.types import BoolArray, FedNoRoWarning, State, UserError, Weights
-from fednoro.federation import Federation
+from fednoro.data.client import Client
+from fednoro.data.federation import Federation
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, Exchange, Turn, play
 from fednoro.runs import RunFolder, Saver

@@ -21,13 +21,13 @@ import yaml
 from fednoro.core.options import Options, option
 from fednoro.core.training import Training
 from fednoro.core.types import FedNoRoWarning, UserError
-from fednoro.data import SOURCES, Source
+from fednoro.data.noise import NOISES
+from fednoro.data.noise import Kind as NoiseModel
+from fednoro.data.partition import PARTITIONS, Partition
+from fednoro.data.sources import SOURCES, Source
 from fednoro.data.split import Split
 from fednoro.methods import METHODS, Method, find_method, name_of
 from fednoro.models import MODELS, Factory, Model
-from fednoro.noise import NOISES
-from fednoro.noise import Kind as NoiseModel
-from fednoro.partition import PARTITIONS, Partition
 from fednoro.validation import suggest, validate
 
 REGISTRIES: dict[str, Mapping[str, type[Any]]] = {

@@ -23,9 +23,9 @@ from rich.text import Text
 
 from fednoro.config import Config, as_tree, section_name
 from fednoro.core.types import State
-from fednoro.data.cache import Prepared
+from fednoro.data.cache.preparation import Prepared
+from fednoro.data.federation import Federation
 from fednoro.experiment import Run, Watcher
-from fednoro.federation import Federation
 from fednoro.report.findings import stability
 from fednoro.report.judged import judged
 from fednoro.report.reading import Recorded

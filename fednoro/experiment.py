@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fednoro.begun import keep_or_compare
-from fednoro.clients import Client
 from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, warnings_to
 from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.core.aggregate import average
@@ -35,10 +34,11 @@ from fednoro.core.types import (
     UserError,
     Weights,
 )
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
+from fednoro.data.federation import Federation, assemble, fingerprint
 from fednoro.data.split import write_split
 from fednoro.engine import EagerEngine, Hardware, choose_device, release_memory, worthwhile_threads
-from fednoro.federation import Federation, assemble, fingerprint
 from fednoro.methods import Method
 from fednoro.models import Packed, initialise
 from fednoro.report import write_report

@@ -18,7 +18,7 @@ from fednoro.conduct import Run
 from fednoro.core.files import write_whole
 from fednoro.core.seeds import generator
 from fednoro.core.types import FedNoRoWarning, UserError
-from fednoro.federation import Federation, fingerprint
+from fednoro.data.federation import Federation, fingerprint
 from fednoro.trained import Trained, open_trained, untrained
 
 IMAGES = 64  # that a model is compared on

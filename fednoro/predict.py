@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fednoro.conduct import Run
 from fednoro.core.files import write_whole
 from fednoro.core.types import FloatArray, UserError
-from fednoro.data.archive import LIMIT
+from fednoro.data.cache.archive import LIMIT
 from fednoro.trained import Trained, open_trained
 
 ENDINGS = {"", ".jpg", ".jpeg", ".png", ".dcm", ".dicom"}  # in folders; archives of hospitals name DICOM without one

@@ -14,7 +14,7 @@ from rich.text import Text
 from fednoro.core.types import UserError
 
 if TYPE_CHECKING:
-    from fednoro.data.cache import Prepared
+    from fednoro.data.cache.preparation import Prepared
 
 HELP = """Decode a data set once into a memory-mapped cache, with a manifest of what it holds.
 
@@ -46,9 +46,9 @@ def prepare(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")] = False,
 ) -> None:
     from fednoro.config import presets, resolve
-    from fednoro.data import SOURCES
-    from fednoro.data.cache import Preparable
-    from fednoro.data.cache import prepare as make
+    from fednoro.data.cache.preparation import Preparable
+    from fednoro.data.cache.preparation import prepare as make
+    from fednoro.data.sources import SOURCES
     from fednoro.display import Terminal, prepared_table
 
     if name not in SOURCES:

@@ -31,9 +31,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fednoro.clients import Client
 from fednoro.core.files import disk_errors, take_lock, to_disk, whole, write_json
 from fednoro.core.types import State, UserError, Weights
+from fednoro.data.client import Client
 from fednoro.engine.streams import current, finish, stream
 from fednoro.rounds import Turn
 

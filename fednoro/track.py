@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol, cast
 from fednoro.conduct import Run, Watcher
 from fednoro.config import Config, flat
 from fednoro.core.types import State, UserError
-from fednoro.federation import Federation
+from fednoro.data.federation import Federation
 from fednoro.rounds import Turn
 from fednoro.runs import RunFolder, round_record
 

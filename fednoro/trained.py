@@ -20,7 +20,7 @@ from fednoro.conduct import Run
 from fednoro.config import Config, resolve_network, section_name
 from fednoro.core.training import Augment, normalisation
 from fednoro.core.types import UserError
-from fednoro.data.folder import decode_file
+from fednoro.data.sources.folder import decode_file
 from fednoro.engine.images import Images
 from fednoro.models import Resnet18, initialise
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fednoro.clients import Client
 from fednoro.core.training import Training
 from fednoro.core.types import State, Weights
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.methods import METHODS, Method
 from fednoro.models import Cnn, Packed, initialise

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from fednoro.federation import Federation
+from fednoro.data.federation import Federation
 from fednoro.runs import CLIENT_COLUMNS
 
 WARMUP = 2

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from fednoro.audit.exchanges import LEVELS, PROBABILITIES, Audit, Sent
-from fednoro.clients import Client
 from fednoro.conduct import Watcher
 from fednoro.config import Config, resolve
 from fednoro.core.types import FedNoRoWarning, FloatArray, State, UserError, Weights
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
+from fednoro.data.federation import Federation, fingerprint
 from fednoro.experiment import Lab, laboratory
-from fednoro.federation import Federation, fingerprint
 from fednoro.methods.fednoro_plus import CORRECTED
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play

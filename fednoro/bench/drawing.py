@@ -11,7 +11,7 @@ import numpy as np
 
 from fednoro.core.files import write_whole
 from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
-from fednoro.federation import Federation
+from fednoro.data.federation import Federation
 
 # Okabe and Ito's palette.
 BLUE, VERMILION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#5A5A5A"

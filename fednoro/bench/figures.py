@@ -15,7 +15,7 @@ from fednoro.bench.jobs import Federate, Job, Score, federate, warm_up
 from fednoro.bench.paper import Setting
 from fednoro.bench.tables import FOUND, Cell, Grid, Row, Table, column, measured
 from fednoro.core.types import IntArray
-from fednoro.federation import Federation
+from fednoro.data.federation import Federation
 from fednoro.methods import FedLA, FedNoRo
 from fednoro.mixture import DetectionOverSeeds, detection_over_seeds, flagged_sets
 

@@ -28,8 +28,8 @@ from fednoro import experiment
 from fednoro.config import Config, anchored, dump, flat, resolve
 from fednoro.core.files import disk_errors, write_whole
 from fednoro.core.types import Failure, FloatArray, Reply, Site, State, Task, UserError, Weights
+from fednoro.data.federation import Federation
 from fednoro.experiment import Watcher
-from fednoro.federation import Federation
 from fednoro.indicators import INDICATORS
 from fednoro.methods import FedLA, FedNoRo, Method
 from fednoro.rounds import Turn

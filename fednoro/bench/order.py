@@ -11,8 +11,8 @@ from pathlib import Path
 from fednoro.bench.paper import Setting
 from fednoro.config import Config, resolve, section_name
 from fednoro.core.types import UserError
+from fednoro.data.noise import Flips
 from fednoro.methods import METHODS, Method
-from fednoro.noise import Flips
 
 # Options that count rounds: they shrink and grow with `--rounds`, so that a short version keeps its proportions.
 IN_ROUNDS = {

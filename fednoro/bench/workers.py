@@ -20,9 +20,9 @@ from fednoro.bench.jobs import Job
 from fednoro.config import Config
 from fednoro.core.files import write_whole
 from fednoro.core.types import State, UserError
+from fednoro.data.federation import Federation
 from fednoro.engine import release_memory
 from fednoro.experiment import Run, Watcher
-from fednoro.federation import Federation
 from fednoro.rounds import Turn
 
 Tell = Callable[[str, Any], None]  # (what happened, details)

@@ -1,40 +1,22 @@
-"""Where images come from: one file per source, one line per source in `SOURCES`."""
+"""Examples, and who holds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from fednoro.data.dataset import Dataset
-from fednoro.data.digits import Digits
-from fednoro.data.folder import Folder
-from fednoro.data.ham10000 import Ham10000
-from fednoro.data.ich import Ich
-from fednoro.data.isic2019 import Isic2019
-from fednoro.data.medmnist import Medmnist
-from fednoro.data.prepared import PreparedFolder
-from fednoro.data.sites import AtSites
-from fednoro.data.synthetic import Synthetic
+
+if TYPE_CHECKING:
+    from fednoro.data.sources import SOURCES
+
+__all__ = ["SOURCES", "Dataset"]
 
 
-class Source(Protocol):
-    """An options dataclass that knows how to load what it describes."""
-
-    section: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
-        """The images; `progress(what, done, total)` is called where that takes time."""
-
-
-SOURCES: dict[str, type[Source]] = {
-    "digits": Digits,
-    "synthetic": Synthetic,
-    "folder": Folder,
-    "prepared": PreparedFolder,
-    "sites": AtSites,
-    "isic2019": Isic2019,
-    "ham10000": Ham10000,
-    "ich": Ich,
-    "medmnist": Medmnist,
-}
+def __getattr__(name: str) -> Any:
+    # Late: whoever brings arrays needs none of the sources.
+    if name == "SOURCES" or name[:1].isupper():
+        sources = importlib.import_module("fednoro.data.sources")
+        if hasattr(sources, name):
+            return getattr(sources, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

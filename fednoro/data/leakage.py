@@ -1,6 +1,8 @@
-"""What a held-out part shares with the parts before it: samples, groups, and images of the same pixels.
+"""What a held-out part shares with the parts before it: samples, groups,
+and images of the same pixels.
 
-Accuracy on an image whose patient, or whose very copy, was trained on says little about new patients.
+Accuracy on an image whose patient, or whose very copy, was trained on
+says little about new patients.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Report = dict[str, dict[str, int]]
 
 
 def leakage(dataset: Dataset, parts: Parts) -> Report:
-    """Validation against training, and test against both: counts per part, each one above 0 with a warning.
+    """Validation against training, and test against both: counts per part,
+    each one above 0 with a warning.
 
     `samples` are in both, `groups` too, `grouped_images` are this part's images of such groups, and
     `identical_images` are this part's images with the same pixels as one over there.
@@ -34,7 +37,9 @@ def leakage(dataset: Dataset, parts: Parts) -> Report:
     }
 
 
-def _shared(dataset: Dataset, name: str, part: IntArray, other_name: str, others: IntArray) -> dict[str, int]:
+def _shared(
+    dataset: Dataset, name: str, part: IntArray, other_name: str, others: IntArray
+) -> dict[str, int]:
     found = {"samples": len(np.intersect1d(part, others))}
     if found["samples"]:
         _warn(f"{found['samples']} images of the {name} part are {other_name} images as well")
@@ -49,14 +54,18 @@ def _shared(dataset: Dataset, name: str, part: IntArray, other_name: str, others
             )
     found["identical_images"] = identical(dataset.images, part, others)
     if found["identical_images"]:
-        _warn(f"{found['identical_images']} images of the {name} part are pixel-identical to {other_name} images")
+        _warn(
+            f"{found['identical_images']} images of the {name} part are pixel-identical to "
+            f"{other_name} images"
+        )
     return found
 
 
 def identical(images: NDArray[np.uint8], part: IntArray, others: IntArray) -> int:
     """How many of the images at `part` have the same pixels as one at `others`.
 
-    The middle rows are compared first, so that of a memory map little more than a page per image is read.
+    The middle rows are compared first, so that of a memory map little more
+    than a page per image is read.
     """
     middle = images.shape[1] // 2
 
@@ -66,7 +75,9 @@ def identical(images: NDArray[np.uint8], part: IntArray, others: IntArray) -> in
     def whole(i: int) -> bytes:
         return _digest(images[i])
 
-    def same(key: Callable[[int], bytes], these: list[int], those: list[int]) -> tuple[list[int], list[int]]:
+    def same(
+        key: Callable[[int], bytes], these: list[int], those: list[int]
+    ) -> tuple[list[int], list[int]]:
         """Those of either list that have an equal in the other."""
         here, there = [key(i) for i in these], [key(i) for i in those]
         both = set(here) & set(there)

@@ -1,4 +1,6 @@
-"""Train, validation and test: stratified by class and, where samples belong to groups, with every group on one side."""
+"""Train, validation and test: stratified by class and, where samples belong to groups,
+with every group on one side.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ import numpy as np
 from fednoro.core.files import write_whole
 from fednoro.core.options import Options, option
 from fednoro.core.types import BoolArray, FedNoRoWarning, IntArray, UserError
+from fednoro.data.cache.csv_table import read_table
 from fednoro.data.dataset import Dataset
-from fednoro.data.table import read_table
 
 PARTS = ("train", "validation", "test")
 
@@ -38,14 +40,19 @@ class Split(Options):
 
     test: float = option(0.3, "share of the images kept for testing", gt=0, lt=1)
     validation: float = option(0.0, "share kept to choose a round by", ge=0, lt=1)
-    grouped: bool = option(True, "keep images of one group (patient, lesion) in one part, where the data has groups")
-    file: str | None = option(None, "a CSV of id,part, such as another run's split.csv, to use in place of all this")
+    grouped: bool = option(
+        True, "keep images of one group (patient, lesion) in one part, where the data has groups"
+    )
+    file: str | None = option(
+        None, "a CSV of id,part, such as another run's split.csv, to use in place of all this"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.test + self.validation >= 1:
             raise UserError(
-                f"split.test and split.validation must leave images to train on, got {self.test} and {self.validation}"
+                f"split.test and split.validation must leave images to train on, got {self.test} "
+                f"and {self.validation}"
             )
 
     def parts(self, dataset: Dataset, rng: np.random.Generator) -> Parts:
@@ -68,14 +75,21 @@ def read_split(path: Path, dataset: Dataset) -> Parts:
     ids = _ids(dataset)
     position = {sample: i for i, sample in enumerate(ids)}
     if len(position) != len(ids):
-        raise UserError(f"split.file {path}: the data's ids are not unique, so a split cannot be looked up by id")
+        raise UserError(
+            f"split.file {path}: the data's ids are not unique, so a split cannot be looked up by "
+            "id"
+        )
     part, line_of = np.full(len(ids), -1), dict[str, int]()
     for line, row in read_table(path, ("id", "part")):
         sample, where = row["id"], f"split.file {path}, line {line}"
         if sample not in position:
-            raise UserError(f"{where}: no image has the id {sample!r} (the first is {next(iter(ids), None)!r})")
+            raise UserError(
+                f"{where}: no image has the id {sample!r} (the first is {next(iter(ids), None)!r})"
+            )
         if sample in line_of:
-            raise UserError(f"{where}: id {sample!r} is on line {line_of[sample]} already; keep one")
+            raise UserError(
+                f"{where}: id {sample!r} is on line {line_of[sample]} already; keep one"
+            )
         if row["part"] not in PARTS:
             raise UserError(f"{where}: part must be train, validation or test, got {row['part']!r}")
         line_of[sample] = line
@@ -83,7 +97,8 @@ def read_split(path: Path, dataset: Dataset) -> Parts:
     unlisted = np.flatnonzero(part < 0)
     if len(unlisted):
         raise UserError(
-            f"split.file {path} does not list {len(unlisted)} of the {len(ids)} images, {ids[unlisted[0]]!r} first: "
+            f"split.file {path} does not list {len(unlisted)} of the {len(ids)} images, "
+            f"{ids[unlisted[0]]!r} first: "
             "it must give each a part"
         )
     for side in ("train", "test"):
@@ -92,7 +107,9 @@ def read_split(path: Path, dataset: Dataset) -> Parts:
             raise UserError(f"split.file {path} has no image in the {side} part")
         if len(missing):
             names = ", ".join(dataset.classes[c] for c in missing)
-            warnings.warn(f"{path} has no image of {names} in the {side} part", FedNoRoWarning, stacklevel=2)
+            warnings.warn(
+                f"{path} has no image of {names} in the {side} part", FedNoRoWarning, stacklevel=2
+            )
     return Parts(*(np.flatnonzero(part == i) for i in range(len(PARTS))))
 
 
@@ -103,27 +120,40 @@ def write_split(path: Path, dataset: Dataset, parts: Parts) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("id", "part"))
     writer.writerows((sample, part_of[i]) for i, sample in enumerate(_ids(dataset)))
-    write_whole(path, text.getvalue().encode(errors="surrogateescape"))  # ids may be names that are not UTF-8
+    # ids may be names that are not UTF-8
+    write_whole(path, text.getvalue().encode(errors="surrogateescape"))
 
 
 def _ids(dataset: Dataset) -> list[str]:
     # Stripped, as the cells of a table are.
-    return [str(i) for i in range(len(dataset))] if dataset.ids is None else [sample.strip() for sample in dataset.ids]
+    return (
+        [str(i) for i in range(len(dataset))]
+        if dataset.ids is None
+        else [sample.strip() for sample in dataset.ids]
+    )
 
 
 def train_test(
-    dataset_labels: IntArray, test: float, rng: np.random.Generator, groups: Sequence[str] | None = None
+    dataset_labels: IntArray,
+    test: float,
+    rng: np.random.Generator,
+    groups: Sequence[str] | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Positions to train on and to test on, both sorted.
 
-    A class is on both sides wherever it has two images (two groups, where `groups` is given); with a
-    single one it is trained on only. Images of one group, say of one patient, are never on both sides.
+    A class is on both sides wherever it has two images (two groups, where `groups` is
+    given); with a single one it is trained on only. Images of one group, say of one
+    patient, are never on both sides.
     """
     return _two_sides(dataset_labels, test, rng, groups, "test")
 
 
 def _two_sides(
-    dataset_labels: IntArray, share: float, rng: np.random.Generator, groups: Sequence[str] | None, kept_for: str
+    dataset_labels: IntArray,
+    share: float,
+    rng: np.random.Generator,
+    groups: Sequence[str] | None,
+    kept_for: str,
 ) -> tuple[IntArray, IntArray]:
     labels = np.asarray(dataset_labels)
     if not 0 < share < 1:
@@ -142,12 +172,15 @@ def _two_sides(
 
     unit = "image" if groups is None else "group"
     if not kept.any():
-        raise UserError(f"nothing is left for the {kept_for} set: each {unit} is the only one of some class")
+        raise UserError(
+            f"nothing is left for the {kept_for} set: each {unit} is the only one of some class"
+        )
     for side, here in ((kept_for, kept), ("train", ~kept)):
         missing = np.setdiff1d(labels, labels[here])
         if len(missing):
             warnings.warn(
-                f"too few {unit}s to have label {', '.join(map(str, missing))} on both sides: none in the {side} set",
+                f"too few {unit}s to have label {', '.join(map(str, missing))} on both sides: "
+                f"none in the {side} set",
                 FedNoRoWarning,
                 stacklevel=3,
             )
@@ -164,8 +197,12 @@ def _by_class(label: IntArray, share: float, rng: np.random.Generator) -> BoolAr
     return kept
 
 
-def _by_group(label: IntArray, group: IntArray, share: float, rng: np.random.Generator) -> BoolArray:
-    """Whole groups, the class with the fewest of them first; each to the side that keeps the shares nearest."""
+def _by_group(
+    label: IntArray, group: IntArray, share: float, rng: np.random.Generator
+) -> BoolArray:
+    """Whole groups, the class with the fewest of them first; each to the side
+    that keeps the shares nearest.
+    """
     counts = np.zeros((group.max() + 1, label.max() + 1))  # G×C
     np.add.at(counts, (group, label), 1)
     per_class = counts.sum(axis=0)
@@ -181,7 +218,8 @@ def _by_group(label: IntArray, group: IntArray, share: float, rng: np.random.Gen
             ahead = if_kept if side[g] else if_trained
         if len(set(side[holders])) == 2:
             continue
-        # The class is on one side only: its smallest group that no rarer class has claimed changes over.
+        # The class is on one side only: its smallest group that no rarer
+        # class has claimed changes over.
         wanted = 0 if len(holders) == 1 else 1 - side[holders[0]]
         if len(free) and wanted != side[holders[0]]:
             smallest = free[np.argmin(counts[free].sum(axis=1))]

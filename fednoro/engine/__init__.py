@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.functional import conv2d
 
-from fednoro.clients import Client
 from fednoro.core.training import Training
 from fednoro.core.types import FedNoRoWarning, UserError
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine import kernels
 from fednoro.engine.cpu import CpuEngine

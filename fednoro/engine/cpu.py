@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fednoro.clients import Client
 from fednoro.core.seeds import torch_seed
 from fednoro.core.training import Training
 from fednoro.core.types import Failure, IntArray, Reply, Task, Weights
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.eager import EagerEngine, EagerSite, answered
 from fednoro.engine.lane import Lane

@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fednoro.clients import Client
 from fednoro.core.training import Training
 from fednoro.core.types import Failure, FedNoRoWarning, IntArray, Reply, Task, Weights
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.cpu import cut, windows
 from fednoro.engine.eager import EagerEngine, EagerSite, failure

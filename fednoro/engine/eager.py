@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fednoro.clients import Client
 from fednoro.core.seeds import generator, torch_seed
 from fednoro.core.training import Training
 from fednoro.core.types import Failure, FloatArray, IntArray, Reply, Step, Task, Weights
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.lane import (

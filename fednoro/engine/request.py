@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednoro.clients import Client
 from fednoro.core.types import Step, Task, Weights
+from fednoro.data.client import Client
 from fednoro.engine.graphs import CudaLane
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.lane import Epoch, batches

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fednoro.audit.exchanges import Audit
 from fednoro.audit.letter import Holding, Judgement, write_letter
-from fednoro.clients import Client
 from fednoro.core.files import disk_errors
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 
 FOLDER = "audits"  # below the site's memory folder; one folder in it for each audit

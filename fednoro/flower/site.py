@@ -18,15 +18,15 @@ import torch
 import yaml
 
 from fednoro.audit.exchanges import Audit
-from fednoro.clients import Client
 from fednoro.config import Config, as_tree, resolve
 from fednoro.core.options import Options, option
 from fednoro.core.seeds import generator
 from fednoro.core.types import IntArray, UserError
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
+from fednoro.data.federation import Federation
 from fednoro.data.split import Split
 from fednoro.engine import EagerEngine, Hardware, choose_device, worthwhile_threads
-from fednoro.federation import Federation
 from fednoro.methods import Method
 from fednoro.models import initialise
 from fednoro.privacy import Protection

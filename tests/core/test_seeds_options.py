@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednoro.clients import Client
 from fednoro.core.options import Options, allowed, option
 from fednoro.core.seeds import generator, torch_seed
 from fednoro.core.training import Augment, Training
 from fednoro.core.types import UserError
+from fednoro.data.client import Client
 from fednoro.engine import choose_device
 from fednoro.models import Cnn
 

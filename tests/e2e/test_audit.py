@@ -20,8 +20,8 @@ from browser import Page, browser, chromium
 import fednoro
 from fednoro.audit.writing import Audited, audit_run
 from fednoro.core.types import UserError
+from fednoro.data.federation import Federation
 from fednoro.experiment import Run
-from fednoro.federation import Federation
 from fednoro.methods.fednoro_plus import SOFT
 from fednoro.runs import RunFolder, load_checkpoint
 

@@ -23,8 +23,8 @@ from PIL import Image
 
 from fednoro.config import presets
 from fednoro.core.types import FedNoRoWarning
-from fednoro.data import SOURCES
-from fednoro.data.cache import Preparable, verify
+from fednoro.data.cache.preparation import Preparable, verify
+from fednoro.data.sources import SOURCES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

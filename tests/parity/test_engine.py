@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fednoro.clients import Client
 from fednoro.core.seeds import generator
 from fednoro.core.training import Augment, Training
 from fednoro.core.types import Failure, Reply, Step, Task, Weights
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine import EagerEngine
 from fednoro.engine.images import DRAWS, Images

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from fednoro.audit.counting import confident_joint, site_counts, site_joint, thresholds
 from fednoro.audit.exchanges import LEVELS, OUTPUTS, PROBABILITIES, Audit, folds_of
-from fednoro.clients import Client
 from fednoro.core.types import Failure, Reply, State, Step, Task
+from fednoro.data.client import Client
 from fednoro.engine import EagerEngine
 from fednoro.methods import FedNoRo, Method
 from fednoro.rounds import Evaluation, play

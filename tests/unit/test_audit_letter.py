@@ -26,7 +26,7 @@ from fednoro.audit.pages import THEMES
 from fednoro.audit.sheets import neutral, sheet
 from fednoro.audit.writing import Audited, folder_names, summary
 from fednoro.core.types import UserError
-from fednoro.noise import observed_from_file
+from fednoro.data.noise import observed_from_file
 from fednoro.report.palette import contrast, mixed
 
 HOSTILE = (

@@ -32,8 +32,8 @@ from fednoro.bench.tables import Comparison, Indicators
 from fednoro.bench.workers import perform_all
 from fednoro.config import Config
 from fednoro.core.types import UserError
+from fednoro.data.federation import Federation
 from fednoro.experiment import Watcher
-from fednoro.federation import Federation
 from fednoro.indicators import INDICATORS
 from fednoro.methods import FedLA
 from fednoro.rounds import Turn

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from fednoro.config import REGISTRIES, Config, dump, presets, resolve, section_name, seeds
 from fednoro.core.training import Augment
 from fednoro.core.types import FedNoRoWarning, UserError
-from fednoro.data import SOURCES
+from fednoro.data.noise import HIDN, NOISES, Symmetric
+from fednoro.data.partition import PARTITIONS
+from fednoro.data.sources import SOURCES
 from fednoro.data.split import Split
 from fednoro.methods import METHODS, FedLA, FedNoRo
 from fednoro.models import Cnn, Factory, Resnet18
-from fednoro.noise import HIDN, NOISES, Symmetric
-from fednoro.partition import PARTITIONS
 
 FOLDER_PRESETS = sorted(set(presets()) - {"digits"})
 NEEDED = {  # options without a default

@@ -16,11 +16,11 @@ from run_folders import make_run
 
 from fednoro.config import resolve
 from fednoro.core.types import State
-from fednoro.data.cache import Prepared
+from fednoro.data.cache.preparation import Prepared
+from fednoro.data.federation import Federation
 from fednoro.detect import NoisyClientDetector
 from fednoro.display import Terminal, prepared_table
 from fednoro.experiment import Run
-from fednoro.federation import Federation
 from fednoro.report.findings import findings
 from fednoro.report.judged import judged as judged_by
 from fednoro.report.reading import read

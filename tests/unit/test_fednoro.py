@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from fednoro.clients import Client
 from fednoro.core.losses import distill, log_prior
 from fednoro.core.training import Augment, Training
 from fednoro.core.types import (
@@ -29,6 +28,7 @@ from fednoro.core.types import (
     UserError,
     Weights,
 )
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedLA, FedNoRo, Method

@@ -31,10 +31,10 @@ from fednoro.audit.estimates import findings
 from fednoro.audit.exchanges import Audit
 from fednoro.audit.letter import Holding, Judgement, write_letter
 from fednoro.audit.simulated import Examined, Subject, examine, subject, verdicts_in
-from fednoro.clients import Client
 from fednoro.conduct import Watcher
 from fednoro.config import resolve
 from fednoro.core.types import UserError
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.experiment import Lab, hardware_for
 from fednoro.flower import server_app

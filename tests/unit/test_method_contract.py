@@ -33,8 +33,8 @@ from federations import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fednoro.clients import Client
 from fednoro.core.types import Clients, Failure, Replies, Reply, Site, State, Step, Task, Weights
+from fednoro.data.client import Client
 from fednoro.engine.eager import EagerEngine, EagerSite
 from fednoro.methods import METHODS, Method, RoFL
 from fednoro.models import Packed

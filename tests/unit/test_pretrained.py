@@ -23,10 +23,10 @@ from sklearn.model_selection import cross_val_score
 from torch import Tensor, nn
 
 import fednoro
-from fednoro.clients import Client
 from fednoro.core.aggregate import average
 from fednoro.core.training import Training
 from fednoro.core.types import FedNoRoWarning, UserError, Weights
+from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine import EagerEngine
 from fednoro.models import Cnn, ResNet, Resnet18, Resnet34, Resnet50, initialise, load_pretrained

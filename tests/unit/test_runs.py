@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from fednoro.clients import Client
 from fednoro.core.files import disk_errors, write_json, write_whole
 from fednoro.core.types import State, UserError, Weights
+from fednoro.data.client import Client
 from fednoro.experiment import load, resume
 from fednoro.rounds import Answer, Evaluation, Turn
 from fednoro.runs import (

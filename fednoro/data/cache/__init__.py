@@ -1,0 +1,1 @@
+"""Images decoded once and kept on disk: archives, files and what is known of each."""

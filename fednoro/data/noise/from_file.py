@@ -1,0 +1,123 @@
+"""Labels as people really gave them, from a CSV of id,label."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from fednoro.core.options import Options, option
+from fednoro.core.types import IntArray, UserError
+from fednoro.data.noise.noise_model import Context, Noise, changed_share, read_content
+
+
+def observed_from_file(
+    path: str | Path, ids: Sequence[str] | None, classes: Sequence[str], labels: IntArray
+) -> IntArray:
+    """The labels with those listed in a CSV of `id,label` in their place.
+
+    Labels are class names throughout or else class indices throughout. Without `ids` a
+    sample's id is its position.
+    """
+    ids = [str(i) for i in range(len(labels))] if ids is None else ids
+    if len(ids) != len(labels):
+        raise UserError(f"ids must have one entry per label ({len(labels)}), got {len(ids)}")
+    position = {sample: i for i, sample in enumerate(ids)}
+    if len(position) != len(ids):
+        raise UserError(
+            f"{path}: the data's ids are not unique, so labels cannot be looked up by id"
+        )
+
+    rows = _observations(path)
+    by_name, by_index = (
+        {str(name): c for c, name in enumerate(kind)} for kind in (classes, range(len(classes)))
+    )
+    given = {label for _, _, label in rows}
+    lookup = by_index if given <= by_index.keys() and not given <= by_name.keys() else by_name
+
+    observed = np.array(labels, dtype=np.int64)
+    seen: dict[str, int] = {}
+    for line, sample, label in rows:
+        if sample not in position:
+            raise UserError(
+                f"{path}, line {line}: no sample has the id {sample!r} (the first is "
+                f"{next(iter(ids), None)!r})"
+            )
+        if sample in seen:
+            raise UserError(
+                f"{path}, line {line}: id {sample!r} was given on line {seen[sample]} already; "
+                "keep one"
+            )
+        if label not in lookup:
+            names = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
+            raise UserError(
+                f"{path}, line {line}: {label!r} is not a class; use names throughout ({names}) "
+                f"or indices throughout (0..{len(classes) - 1})"
+            )
+        seen[sample] = line
+        observed[position[sample]] = lookup[label]
+    return observed
+
+
+def _observations(path: str | Path) -> list[tuple[int, str, str]]:
+    """Line number, id and label of each row."""
+    content = read_content(path)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from None
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+    rows, done = [], 0
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        if missing := [name for name in ("id", "label") if name not in header]:
+            got = ",".join(header)
+            raise UserError(
+                f"{path}, line 1: no column {' and '.join(missing)}; make the header id,label, "
+                f"got {got!r}"
+            )
+        done = reader.line_num
+        for cells in reader:
+            # Files for spreadsheets have an apostrophe before a cell that
+            # would be taken for a formula.
+            row = dict(
+                zip(
+                    header,
+                    (re.sub(r"^'(?='*[=+\-@＝＋－＠])", "", cell.strip()) for cell in cells),
+                    strict=False,
+                )
+            )
+            if cells:
+                rows.append((reader.line_num, row.get("id", ""), row.get("label", "")))
+            done = reader.line_num
+    except csv.Error as error:
+        raise UserError(f"{path}, line {done + 1}: not a CSV file: {error}") from None
+    if not rows:
+        raise UserError(f"{path}, line 2: no rows after the header; list at least one id,label")
+    return rows
+
+
+@dataclass(frozen=True)
+class FromFile(Options):
+    """Labels as somebody really gave them, from a CSV of id,label."""
+
+    section: ClassVar[str] = "noise"
+    path: str = option(
+        help="CSV with the header id,label; samples that are not listed keep their label",
+        example="labels.csv",
+    )
+
+    def apply(self, labels: IntArray, parts: Sequence[IntArray], context: Context) -> Noise:
+        """See `Kind.apply`."""
+        listed = observed_from_file(self.path, context.ids, context.classes, labels)
+        observed = np.array(labels, dtype=np.int64)
+        for part in parts:
+            observed[part] = listed[part]
+        return Noise(observed, None, changed_share(observed, labels, parts))
