@@ -20,8 +20,8 @@ from fednoro.core.training import FURTHER, Augment, Training
 from fednoro.core.types import IntArray, Task, UserError, Weights
 from fednoro.engine.images import DRAWS, Images
 from fednoro.models import Packed
+from fednoro.models.cpu_convolution import Spare
 from fednoro.models.networks import Convolution
-from fednoro.models.products import Spare
 
 EVALUATION_BATCH = 512
 BLOCK = 64 * 2**20  # bytes of images that a lane prepares at once

@@ -16,11 +16,24 @@ from fednoro.models.packed import Packed
 from fednoro.models.pretrained import load_pretrained
 
 __all__ = [
-    "MODELS", "Cnn", "Factory", "Model", "Packed", "ResNet", "Resnet18", "Resnet34", "Resnet50", "SmallCNN",
-    "initialise", "load_pretrained",
-]  # fmt: skip
+    "MODELS",
+    "Cnn",
+    "Factory",
+    "Model",
+    "Packed",
+    "ResNet",
+    "Resnet18",
+    "Resnet34",
+    "Resnet50",
+    "SmallCNN",
+    "initialise",
+    "load_pretrained",
+]
 
-_RECALIBRATE = "before round 1, re-estimate BatchNorm's statistics on the clients' images: for weights from other data"
+_RECALIBRATE = (
+    "before round 1, re-estimate BatchNorm's statistics on the clients' images: for "
+    "weights from other data"
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,9 @@ class Cnn(Options):
     section: ClassVar[str] = "model"
     recalibrate: ClassVar[bool] = False  # it starts from nothing that would need it
 
-    width: int = option(32, "channels of the first layer; the others have twice as many", ge=1, le=4096)
+    width: int = option(
+        32, "channels of the first layer; the others have twice as many", ge=1, le=4096
+    )
 
     def inputs(self, channels: int) -> int:
         """How many channels the network takes for data with `channels`."""
@@ -47,12 +62,17 @@ class Resnet18(Options):
     section: ClassVar[str] = "model"
     depth: ClassVar[int] = 18
 
-    weights: str | None = option(None, "none, or a .pth or .safetensors file in torchvision's names to start from")
+    weights: str | None = option(
+        None, "none, or a .pth or .safetensors file in torchvision's names to start from"
+    )
     recalibrate: bool = option(False, _RECALIBRATE)
 
     def inputs(self, channels: int) -> int:
         if channels not in (1, 3):
-            raise UserError(f"model resnet{self.depth} takes images with 1 or 3 channels, the data has {channels}")
+            raise UserError(
+                f"model resnet{self.depth} takes images with 1 or 3 channels, the data has "
+                f"{channels}"
+            )
         return 3
 
     def build(self, channels: int, classes: int) -> nn.Module:
@@ -79,12 +99,16 @@ class Resnet50(Resnet18):
 
 @dataclass(frozen=True)
 class Factory(Options):
-    """Your own network: `module:factory` is called with channels=, classes= and the given options."""
+    """Your own network: `module:factory` is called with channels=,
+    classes= and the given options.
+    """
 
     section: ClassVar[str] = "model"
 
     factory: str = option("", "module:function that returns a torch.nn.Module")
-    options: dict[str, Any] = field(default_factory=dict, metadata={"help": "keyword arguments for the function"})
+    options: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "keyword arguments for the function"}
+    )
     recalibrate: bool = option(False, _RECALIBRATE)
 
     def inputs(self, channels: int) -> int:
@@ -93,13 +117,18 @@ class Factory(Options):
     def build(self, channels: int, classes: int) -> nn.Module:
         factory = imported(self.factory, "model.factory")
         if not callable(factory):
-            raise UserError(f"model.factory {self.factory!r} is a {type(factory).__name__}, not a function")
+            raise UserError(
+                f"model.factory {self.factory!r} is a {type(factory).__name__}, not a function"
+            )
         try:
             net = factory(channels=channels, classes=classes, **self.options)
         except TypeError as error:
             raise UserError(f"model.factory {self.factory!r} cannot be called: {error}") from error
         if not isinstance(net, nn.Module):
-            raise UserError(f"model.factory {self.factory!r} returned {type(net).__name__}, not a torch.nn.Module")
+            raise UserError(
+                f"model.factory {self.factory!r} returned {type(net).__name__}, not a "
+                "torch.nn.Module"
+            )
         return net
 
 
@@ -113,7 +142,9 @@ MODELS: dict[str, type[Cnn] | type[Resnet18] | type[Factory]] = {
 }
 
 
-def initialise(model: Model, channels: int, classes: int, seed: int, purpose: str = "model", *keys: int) -> nn.Module:
+def initialise(
+    model: Model, channels: int, classes: int, seed: int, purpose: str = "model", *keys: int
+) -> nn.Module:
     """Builds the network with weights that depend on the seed, the purpose and the keys alone."""
     with torch_seed(seed, purpose, *keys):
         return model.build(channels, classes)

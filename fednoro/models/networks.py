@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fednoro.models.products import Spare, product
+from fednoro.models.cpu_convolution import Spare, product
 
 
 class SmallCNN(nn.Module):
@@ -22,11 +22,14 @@ class SmallCNN(nn.Module):
 
         def block(inputs: int, outputs: int, *pool: nn.Module) -> list[nn.Module]:
             layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)]
-            return [*layers, *pool, nn.ReLU()]  # the same as pooling last, to the bit, with a quarter of the work
+            # the same as pooling last, to the bit, with a quarter of the work
+            return [*layers, *pool, nn.ReLU()]
 
         pool = nn.MaxPool2d(2, ceil_mode=True)
         self.trunk = nn.Sequential(
-            *block(channels, width, pool), *block(width, 2 * width, pool), *block(2 * width, 2 * width)
+            *block(channels, width, pool),
+            *block(width, 2 * width, pool),
+            *block(2 * width, 2 * width),
         )
         self.fc = nn.Linear(2 * width, classes)
 
@@ -38,13 +41,16 @@ class SmallCNN(nn.Module):
 
 
 class Convolution(nn.Conv2d):
-    """A convolution that is trained on the CPU as a matrix product where its output has at most four pixels.
+    """A convolution that is trained on the CPU as a matrix product where its
+    output has at most four pixels.
 
-    There oneDNN spends most of its time on rearranging the weights and their gradient, which are larger than the maps.
-    An image of one pixel meets a single weight of each kernel, and its border the others.
+    There oneDNN spends most of its time on rearranging the weights and their gradient,
+    which are larger than the maps. An image of one pixel meets a single weight of each
+    kernel, and its border the others.
     """
 
-    spare: Spare | None = None  # memory for the weight's gradient, from whoever uses it before the next step
+    # memory for the weight's gradient, from whoever uses it before the next step
+    spare: Spare | None = None
 
     def reset_parameters(self) -> None:
         """Leaves the weights to the network, which draws them all or has them from a file."""
@@ -57,7 +63,10 @@ class Convolution(nn.Conv2d):
         if x.shape[2:] == (1, 1) and height == width == 1:
             patches, met = x.flatten(1), slice(p, p + 1)  # B × I
         else:  # B·H·W × I·k·k
-            patches, met = F.unfold(x, k, padding=p, stride=s).transpose(1, 2).flatten(0, 1), slice(0, k)
+            patches, met = (
+                F.unfold(x, k, padding=p, stride=s).transpose(1, 2).flatten(0, 1),
+                slice(0, k),
+            )
         y = product(patches, self.weight, met, self.spare)
         return y.view(len(x), height, width, -1).permute(0, 3, 1, 2)
 
@@ -82,7 +91,9 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions around a shortcut; the stride is in the 3×3, as torchvision has it."""
+    """1×1, 3×3 and 1×1 convolutions around a shortcut; the stride is in
+    the 3×3, as torchvision has it.
+    """
 
     expansion: ClassVar[int] = 4
 
@@ -107,7 +118,9 @@ class Bottleneck(nn.Module):
 def _downsample(inputs: int, outputs: int, stride: int) -> nn.Module | None:
     if stride == 1 and inputs == outputs:
         return None
-    return nn.Sequential(Convolution(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+    return nn.Sequential(
+        Convolution(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+    )
 
 
 class ResNet(nn.Module):
@@ -128,7 +141,9 @@ class ResNet(nn.Module):
 
         def layer(inputs: int, width: int, stride: int, count: int) -> nn.Sequential:
             outputs = width * block.expansion
-            return nn.Sequential(block(inputs, width, stride), *(block(outputs, width, 1) for _ in range(count - 1)))
+            return nn.Sequential(
+                block(inputs, width, stride), *(block(outputs, width, 1) for _ in range(count - 1))
+            )
 
         self.conv1 = Convolution(3, 64, 7, 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)

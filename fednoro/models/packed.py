@@ -1,4 +1,6 @@
-"""The vector that carries a network: loading, sending and averaging a model are then single operations."""
+"""The vector that carries a network: loading, sending and averaging a
+model are then single operations.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ LARGE = 2**20  # bytes of a vector that is worth keeping
 
 
 class Copies:
-    """Memory for copies of a vector on the CPU, which is used again when nobody holds the copy any more.
+    """Memory for copies of a vector on the CPU, which is used again when
+    nobody holds the copy any more.
 
-    New memory comes from the system page by page: a ResNet-18's takes five times as long as its copy.
+    New memory comes from the system page by page: a ResNet-18's takes
+    five times as long as its copy.
     """
 
     def __init__(self) -> None:
@@ -32,7 +36,9 @@ class Copies:
         if values.device.type != "cpu" or values.nbytes < LARGE:
             return values.clone()
         with self._lock:
-            storage = next((s for s in self._made if s.nbytes() == values.nbytes and _holders(s) == 1), None)
+            storage = next(
+                (s for s in self._made if s.nbytes() == values.nbytes and _holders(s) == 1), None
+            )
             if storage is None:
                 storage = torch.UntypedStorage(values.nbytes)  # type: ignore[no-untyped-call]
                 self._made.append(storage)
@@ -46,10 +52,11 @@ def _holders(storage: torch.UntypedStorage) -> int:
 
 
 class Packed:
-    """A network whose floating-point tensors are views into one vector: parameters first, then buffers.
+    """A network whose floating-point tensors are views into one vector:
+    parameters first, then buffers.
 
-    With `channels_last` the kernels of convolutions lie in that vector as a GPU's matrix units want them; `Weights`
-    have the ordinary layout in any case.
+    With `channels_last` the kernels of convolutions lie in that vector as a GPU's matrix units want
+    them; `Weights` have the ordinary layout in any case.
     """
 
     def __init__(
@@ -66,8 +73,12 @@ class Packed:
         self._counters = [(n, b) for n, b in buffers if not b.is_floating_point()]
         tensors = [*named, *rest, *floats]
         first = {id(tensor): name for name, tensor in [*tensors, *self._counters]}
-        every = [*self.net.named_parameters(remove_duplicate=False), *self.net.named_buffers(remove_duplicate=False)]
-        self._stored_as = {name: first[id(tensor)] for name, tensor in every}  # tied tensors have several names
+        every = [
+            *self.net.named_parameters(remove_duplicate=False),
+            *self.net.named_buffers(remove_duplicate=False),
+        ]
+        # tied tensors have several names
+        self._stored_as = {name: first[id(tensor)] for name, tensor in every}
         self._saved = [name for name in self.net.state_dict() if name in self._stored_as]
         self.names = tuple(name for name, _ in tensors)
         self.shapes = tuple(tensor.shape for _, tensor in tensors)
@@ -90,10 +101,14 @@ class Packed:
 
     def shared(self) -> Packed:
         """The same network once more, over the same vector."""
-        return self._again({id(tensor): tensor for tensor in (*self.net.parameters(), *self.net.buffers())})
+        return self._again(
+            {id(tensor): tensor for tensor in (*self.net.parameters(), *self.net.buffers())}
+        )
 
     def twin(self) -> Packed:
-        """One more network of this kind with a vector of its own, to be loaded: no weights are copied."""
+        """One more network of this kind with a vector of its own, to be
+        loaded: no weights are copied.
+        """
         values = torch.empty_like(self.values)
         placed: dict[int, Any] = {}
         for tensor, view in zip(self.tensors, self.views_of(values), strict=True):
@@ -102,7 +117,9 @@ class Packed:
         tensors = tuple(placed.values())
         other = self._again(placed)  # which fills `placed` with what it copies
         other.values, other.tensors = values, tensors
-        other._counters = [(name, copy.deepcopy(counter, placed)) for name, counter in self._counters]
+        other._counters = [
+            (name, copy.deepcopy(counter, placed)) for name, counter in self._counters
+        ]
         return other
 
     def _again(self, tensors: dict[int, Any]) -> Packed:
@@ -118,12 +135,16 @@ class Packed:
         return len(self._counters)
 
     def views_of(self, vector: Tensor) -> list[Tensor]:
-        """The tensors inside a vector that is laid out as `values`, or inside several of them, …×P."""
+        """The tensors inside a vector that is laid out as `values`, or
+        inside several of them, …×P.
+        """
         return self._views(vector, self.channels_last)
 
     def _views(self, vector: Tensor, channels_last: bool = False) -> list[Tensor]:
         views, several = [], vector.shape[:-1]
-        for shape, part in zip(self.shapes, torch.split(vector, list(self.segments), dim=-1), strict=True):
+        for shape, part in zip(
+            self.shapes, torch.split(vector, list(self.segments), dim=-1), strict=True
+        ):
             if channels_last and len(shape) == 4:
                 outputs, inputs, height, width = shape
                 views.append(part.view(*several, outputs, height, width, inputs).movedim(-1, -3))
@@ -136,7 +157,9 @@ class Packed:
         if self._order is None:
             self.values.copy_(weights.values)
         else:
-            torch.index_select(weights.values.to(self.values.device), 0, self._order[0], out=self.values)
+            torch.index_select(
+                weights.values.to(self.values.device), 0, self._order[0], out=self.values
+            )
         start = 0
         for _, counter in self._counters if counters else ():
             counter.copy_(weights.counters[start : start + counter.numel()].view(counter.shape))
@@ -151,7 +174,9 @@ class Packed:
     def ordinary(self, values: Tensor | None = None) -> Tensor:
         """A copy of `values`, or of others that are laid out like them, in the ordinary layout."""
         given = self.values if values is None else values
-        return self.copies.of(given) if self._order is None else given.index_select(0, self._order[1])
+        return (
+            self.copies.of(given) if self._order is None else given.index_select(0, self._order[1])
+        )
 
     def state_dict(self, weights: Weights) -> dict[str, Tensor]:
         """`weights` under the network's own tensor names, ready for `load_state_dict` anywhere."""

@@ -1,4 +1,6 @@
-"""Weight files: torchvision's names, from .pth or .safetensors, without ever running what is in them."""
+"""Weight files: torchvision's names, from .pth or .safetensors, without
+ever running what is in them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ CLASSIFIER = "fc."
 def load_pretrained(net: nn.Module, path: Path) -> None:
     """Starts `net` from a weight file of any floating-point precision.
 
-    The file must hold every tensor of the trunk. A classifier for other classes is left as initialised, and
-    tensors that the network does not have are left out, each with a warning.
+    The file must hold every tensor of the trunk. A classifier for other classes is left as
+    initialised, and tensors that the network does not have are left out, each with a warning.
     """
     own = net.state_dict()
     given = _tensors(path, path.stat().st_mtime_ns if path.is_file() else 0)
@@ -32,10 +34,15 @@ def load_pretrained(net: nn.Module, path: Path) -> None:
         raise UserError(f"model.weights: {path} {_mismatch(trunk, own, given, unknown)}")
     if missing:
         fits = {key: value for key, value in fits.items() if not key.startswith(CLASSIFIER)}
-        warnings.warn(f"{path.name} has no classifier for these classes: it starts fresh", FedNoRoWarning, stacklevel=2)
+        warnings.warn(
+            f"{path.name} has no classifier for these classes: it starts fresh",
+            FedNoRoWarning,
+            stacklevel=2,
+        )
     if unknown:
         warnings.warn(
-            f"{path.name} has {len(unknown)} tensors that the network has not, left out: {_some(unknown)}",
+            f"{path.name} has {len(unknown)} tensors that the network has not, left out: "
+            f"{_some(unknown)}",
             FedNoRoWarning,
             stacklevel=2,
         )
@@ -45,7 +52,11 @@ def load_pretrained(net: nn.Module, path: Path) -> None:
 @functools.lru_cache(maxsize=1)  # a federation's annotators start from the same file
 def _tensors(path: Path, _changed: int) -> dict[str, Tensor]:
     """A file's tensors, all of them finite."""
-    given = {str(key).removeprefix("module."): value for key, value in _read(path).items() if isinstance(value, Tensor)}
+    given = {
+        str(key).removeprefix("module."): value
+        for key, value in _read(path).items()
+        if isinstance(value, Tensor)
+    }
     for key, value in given.items():
         if not torch.isfinite(value).all():
             raise UserError(f"model.weights: {path} has values in {key} that are not finite")
@@ -78,14 +89,18 @@ def _alike(value: Tensor, own: Tensor) -> bool:
     return value.shape == own.shape and value.is_floating_point() == own.is_floating_point()
 
 
-def _mismatch(trunk: list[str], own: Mapping[str, Tensor], given: Mapping[str, Tensor], unknown: Sequence[str]) -> str:
+def _mismatch(
+    trunk: list[str], own: Mapping[str, Tensor], given: Mapping[str, Tensor], unknown: Sequence[str]
+) -> str:
     """What is wrong with the first tensor that does not fit, and how many more there are."""
     first = next((key for key in trunk if key in given), trunk[0])
     wanted = f"{first} of shape {tuple(own[first].shape)}"
     if first in given:
         found = f"{tuple(given[first].shape)}, {str(given[first].dtype).removeprefix('torch.')}"
         return f"has {found} for {wanted} ({len(trunk)} do not fit)"
-    return f"has no {wanted} ({len(trunk)} missing)" + (f"; it has {_some(unknown)}" if unknown else "")
+    return f"has no {wanted} ({len(trunk)} missing)" + (
+        f"; it has {_some(unknown)}" if unknown else ""
+    )
 
 
 def _some(keys: Sequence[str]) -> str:

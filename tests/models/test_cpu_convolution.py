@@ -1,4 +1,6 @@
-"""Convolutions as products: the same numbers as PyTorch's, and gradients that are the caller's own."""
+"""Convolutions as products: the same numbers as PyTorch's, and
+gradients that are the caller's own.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from torch import Tensor, nn
 
 from fednoro.core.training import Training
 from fednoro.engine.lane import Lane
+from fednoro.models.cpu_convolution import Spare
 from fednoro.models.networks import Convolution
 from fednoro.models.packed import LARGE, Copies
-from fednoro.models.products import Spare
 
 # kernel, stride, padding, side
 LAYERS = [
@@ -48,8 +50,12 @@ def ordinary(made: Convolution) -> Callable[[Tensor], Tensor]:
     return lambda x: F.conv2d(x, made.weight, stride=made.stride, padding=made.padding)
 
 
-def gradients(made: Convolution, forward: Callable[[Tensor], Tensor], *views: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(sum((forward(x).sin().sum() for x in views), torch.zeros(())), [*views, made.weight])
+def gradients(
+    made: Convolution, forward: Callable[[Tensor], Tensor], *views: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(
+        sum((forward(x).sin().sum() for x in views), torch.zeros(())), [*views, made.weight]
+    )
 
 
 @pytest.mark.parametrize("spare", [True, False])
@@ -122,7 +128,9 @@ def test_gradients_have_gradients(side: int) -> None:
 
     def penalty(forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         found = torch.autograd.grad(forward(x).sin().sum(), [x, made.weight], create_graph=True)
-        return torch.autograd.grad(sum((g.pow(2).sum() for g in found), torch.zeros(())), [x, made.weight])
+        return torch.autograd.grad(
+            sum((g.pow(2).sum() for g in found), torch.zeros(())), [x, made.weight]
+        )
 
     expected = penalty(ordinary(made))
     torch.testing.assert_close(penalty(made), expected)
@@ -135,7 +143,9 @@ def test_function_transforms_and_autocast(side: int) -> None:
     made, x = layer(3, 1, 1), images(side).detach()
 
     def of_weight(forward: Callable[[Tensor, Tensor], Tensor]) -> Any:
-        return torch.func.vmap(torch.func.grad(lambda w, one: forward(w, one[None]).sin().sum()), (None, 0))
+        return torch.func.vmap(
+            torch.func.grad(lambda w, one: forward(w, one[None]).sin().sum()), (None, 0)
+        )
 
     expected = of_weight(lambda w, one: F.conv2d(one, w, padding=1))(made.weight.detach(), x)
     called = of_weight(lambda w, one: torch.func.functional_call(made, {"weight": w}, (one,)))
@@ -167,7 +177,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Convolution(3, 8, 3, 2, padding=1, bias=False), layer(3, 1, 1, spare=False).float()
+        self.first, self.second = (
+            Convolution(3, 8, 3, 2, padding=1, bias=False),
+            layer(3, 1, 1, spare=False).float(),
+        )
         nn.init.normal_(self.first.weight)
         self.fc = nn.Linear(6, 2)
 
@@ -199,11 +212,16 @@ def test_memory_of_copies_is_used_again_when_nobody_holds_it() -> None:
     first = copies.of(values)
     where = first.data_ptr()
     second = copies.of(values + 1)
-    assert second.data_ptr() != where and torch.equal(first, values) and torch.equal(second, values + 1)
+    assert (
+        second.data_ptr() != where
+        and torch.equal(first, values)
+        and torch.equal(second, values + 1)
+    )
     part, array = first[5:9], second.numpy()
     del first, second
     third = copies.of(values + 2)
-    assert third.data_ptr() not in (where, array.__array_interface__["data"][0])  # a view and an array hold theirs
+    # a view and an array hold theirs
+    assert third.data_ptr() not in (where, array.__array_interface__["data"][0])
     assert torch.equal(part, values[5:9]) and array[0] == 1
     del part
     again = copies.of(values + 3)

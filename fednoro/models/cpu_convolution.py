@@ -1,7 +1,7 @@
 """Products of images and weights whose gradient lies in memory that is kept from step to step.
 
-The weights of a network's last layers are larger than their images: new memory for the gradient, which the system
-fills with zeros page by page, would take longer than the product.
+The weights of a network's last layers are larger than their images: new memory for the gradient,
+which the system fills with zeros page by page, would take longer than the product.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from torch.autograd import Function
 
 
 class Spare:
-    """Memory for the gradients of weights, for one who uses them up before asking for the next ones.
+    """Memory for the gradients of weights, for one who uses them up
+    before asking for the next ones.
 
-    It is given to the first gradient of each weight within `offered` alone: nobody else's gradients are overwritten.
+    It is given to the first gradient of each weight within `offered` alone: nobody
+    else's gradients are overwritten.
     """
 
     def __init__(self) -> None:
@@ -27,7 +29,8 @@ class Spare:
         self._free: set[int] | None = None
 
     def __reduce__(self) -> tuple[type[Spare], tuple[()]]:
-        return Spare, ()  # a copy of a network has memory of its own, if it finds somebody to offer it
+        # a copy of a network has memory of its own, if it finds somebody to offer it
+        return Spare, ()
 
     @contextmanager
     def offered(self) -> Iterator[None]:
@@ -39,7 +42,9 @@ class Spare:
             self._free = None
 
     def place(self, weight: Tensor, met: slice) -> Tensor | None:
-        """Zeros like `weight`, but for what is `met` of each kernel: that may hold anything. None if not offered."""
+        """Zeros like `weight`, but for what is `met` of each kernel: that may hold
+        anything. None if not offered.
+        """
         key = id(weight)
         if self._free is None or (key in self._kept and key not in self._free):
             return None
@@ -50,7 +55,9 @@ class Spare:
 
 
 def product(patches: Tensor, weight: Tensor, met: slice, spare: Spare | None) -> Tensor:
-    """Multiplies patches and Wᵀ, where `met` are the rows and the columns of each kernel that take part."""
+    """Multiplies patches and Wᵀ, where `met` are the rows and the columns
+    of each kernel that take part.
+    """
     if spare is None or torch.is_autocast_enabled("cpu"):
         return patches @ weight[:, :, met, met].flatten(1).t()
     return _Product.apply(patches, weight, met, spare)[0]  # type: ignore[no-any-return, no-untyped-call]
@@ -65,7 +72,9 @@ class _Product(Function):
         return patches @ w.t(), w
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, slice, Spare], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor, slice, Spare], output: tuple[Tensor, Tensor]
+    ) -> None:
         patches, weight, ctx.met, ctx.spare = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)

@@ -28,7 +28,9 @@ from fednoro.models import (
 
 
 class Mixed(nn.Module):
-    """All kinds of tensors at once: frozen and tied parameters, float and integer buffers, one of them not saved."""
+    """All kinds of tensors at once: frozen and tied parameters, float and integer
+    buffers, one of them not saved.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,10 @@ class Mixed(nn.Module):
 
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn": (lambda: SmallCNN(2, 3, 4), (6, 2, 8, 8)),
-    "no buffers": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(108, 3)), (6, 2, 8, 8)),
+    "no buffers": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(108, 3)),
+        (6, 2, 8, 8),
+    ),
     "mixed": (Mixed, (6, 5)),
 }
 each_net = pytest.mark.parametrize(("build", "shape"), NETS.values(), ids=NETS.keys())
@@ -69,7 +74,9 @@ def stirred(build: Callable[[], nn.Module], shape: tuple[int, ...], seed: int) -
 
 
 @each_net
-def test_packing_keeps_every_tensor_of_the_state_dict(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+def test_packing_keeps_every_tensor_of_the_state_dict(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
     plain = stirred(build, shape, 1)
     expected = copy.deepcopy(plain.state_dict())
     packed = Packed(plain)
@@ -107,7 +114,9 @@ def test_loading_weights_makes_the_network_the_one_they_came_from(
 
 
 @each_net
-def test_a_state_dict_can_be_saved_as_safetensors(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+def test_a_state_dict_can_be_saved_as_safetensors(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
     packed = Packed(stirred(build, shape, 1))
     saved = load_safetensors(save_safetensors(packed.state_dict(packed.weights())))
     for name, value in packed.net.state_dict().items():
@@ -127,7 +136,9 @@ def test_weights_are_a_copy_that_further_training_does_not_touch() -> None:
 def test_a_state_dict_is_that_of_the_given_weights_and_not_of_the_network() -> None:
     packed = Packed(stirred(lambda: SmallCNN(1, 3, 4), (4, 1, 8, 8), 1))
     old = packed.weights()
-    other = Weights(torch.arange(len(old.values), dtype=torch.float32), old.counters + 40, old.segments)
+    other = Weights(
+        torch.arange(len(old.values), dtype=torch.float32), old.counters + 40, old.segments
+    )
     saved = packed.state_dict(other)
     flat = torch.cat([saved[name].flatten() for name in packed.names])
     assert torch.equal(flat, other.values)
@@ -137,7 +148,9 @@ def test_a_state_dict_is_that_of_the_given_weights_and_not_of_the_network() -> N
 
 def test_segments_are_the_sizes_of_the_named_tensors_parameters_first() -> None:
     net = Mixed()
-    sizes = {name: tensor.numel() for name, tensor in [*net.named_parameters(), *net.named_buffers()]}
+    sizes = {
+        name: tensor.numel() for name, tensor in [*net.named_parameters(), *net.named_buffers()]
+    }
     packed = Packed(net)
     assert packed.weights().segments == tuple(sizes[name] for name in packed.names)
     assert sum(packed.segments) == len(packed.values)
@@ -164,7 +177,9 @@ def test_running_statistics_live_in_the_vector_and_training_updates_them_there()
 
 
 @each_net
-def test_gradients_are_those_of_a_plain_copy(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+def test_gradients_are_those_of_a_plain_copy(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
     plain = stirred(build, shape, 1)
     packed = Packed(copy.deepcopy(plain))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -181,7 +196,9 @@ def test_gradients_are_those_of_a_plain_copy(build: Callable[[], nn.Module], sha
 def test_parameters_without_gradient_travel_in_the_vector_but_are_not_trained() -> None:
     packed = Packed(Mixed())
     packed.net(torch.randn(6, 5)).sum().backward()
-    assert packed.names.index("frozen.weight") >= len([p for p in packed.net.parameters() if p.requires_grad])
+    assert packed.names.index("frozen.weight") >= len(
+        [p for p in packed.net.parameters() if p.requires_grad]
+    )
     assert packed.net.frozen.weight.grad is None  # type: ignore[union-attr]
     with torch.no_grad():
         packed.values[: packed.trainable] = 0
@@ -194,7 +211,9 @@ def test_tied_parameters_are_stored_once_and_stay_tied() -> None:
     packed.values.zero_()
     assert not packed.net.last.weight.any()  # type: ignore[operator,union-attr]
     assert packed.net.tied.weight is packed.net.last.weight  # type: ignore[union-attr]
-    saved = packed.state_dict(Weights(torch.ones_like(packed.values), packed.weights().counters, packed.segments))
+    saved = packed.state_dict(
+        Weights(torch.ones_like(packed.values), packed.weights().counters, packed.segments)
+    )
     assert torch.equal(saved["tied.weight"], torch.ones(5, 4))
 
 
@@ -208,16 +227,22 @@ def test_weights_go_into_a_channels_last_network_and_come_back_unchanged(
 ) -> None:
     ordinary, packed = Packed(stirred(build, shape, seed)), Packed(build(), channels_last=True)
     weights = ordinary.weights()
-    weights.values.copy_(torch.randn(len(weights.values), generator=torch.Generator().manual_seed(seed)).abs())
+    weights.values.copy_(
+        torch.randn(len(weights.values), generator=torch.Generator().manual_seed(seed)).abs()
+    )
     ordinary.load(weights)
     for target in (packed, packed.twin()):
         target.load(weights)
         back = target.weights()
-        assert torch.equal(back.values, weights.values) and torch.equal(back.counters, weights.counters)
+        assert torch.equal(back.values, weights.values) and torch.equal(
+            back.counters, weights.counters
+        )
         assert torch.equal(target.ordinary(), weights.values)
         assert back.segments == weights.segments
         x = torch.randn(shape)
-        torch.testing.assert_close(target.net.eval()(x), ordinary.net.eval()(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            target.net.eval()(x), ordinary.net.eval()(x), rtol=1e-4, atol=1e-4
+        )
     saved, expected = packed.state_dict(back), ordinary.net.state_dict()
     assert saved.keys() == expected.keys()
     for name, value in expected.items():
@@ -266,7 +291,12 @@ def torchvision_resnet(depth: int, classes: int) -> dict[str, tuple[int, ...]]:
         for block in range(count):
             where = f"layer{layer}.{block}"
             for i, (to, of, side) in enumerate(convolutions, start=1):
-                expected[f"{where}.conv{i}.weight"] = (to, outputs if block and i == 1 else of, side, side)
+                expected[f"{where}.conv{i}.weight"] = (
+                    to,
+                    outputs if block and i == 1 else of,
+                    side,
+                    side,
+                )
                 norm(f"{where}.bn{i}", to)
             if block == 0 and inputs != outputs:
                 expected[f"{where}.downsample.0.weight"] = (outputs, inputs, 1, 1)
@@ -282,21 +312,35 @@ def imagenet() -> ResNet:
 
 
 @pytest.mark.parametrize(
-    ("depth", "parameters", "tensors"), [(18, 11_689_512, 122), (34, 21_797_672, 218), (50, 25_557_032, 320)]
+    ("depth", "parameters", "tensors"),
+    [(18, 11_689_512, 122), (34, 21_797_672, 218), (50, 25_557_032, 320)],
 )
-def test_resnets_have_torchvisions_names_shapes_and_order(depth: int, parameters: int, tensors: int) -> None:
+def test_resnets_have_torchvisions_names_shapes_and_order(
+    depth: int, parameters: int, tensors: int
+) -> None:
     net = ResNet(depth, 1000)
     state = net.state_dict()
     assert len(state) == tensors
     assert sum(p.numel() for p in net.parameters()) == parameters
-    assert {name: tuple(value.shape) for name, value in state.items()} == torchvision_resnet(depth, 1000)
+    assert {name: tuple(value.shape) for name, value in state.items()} == torchvision_resnet(
+        depth, 1000
+    )
     assert list(state) == list(torchvision_resnet(depth, 1000))
-    for name in ("layer2.0.downsample.1.running_var", "layer4.1.bn2.num_batches_tracked", "conv1.weight", "fc.bias"):
+    for name in (
+        "layer2.0.downsample.1.running_var",
+        "layer4.1.bn2.num_batches_tracked",
+        "conv1.weight",
+        "fc.bias",
+    ):
         assert name in state
 
 
-@pytest.mark.parametrize(("options", "width"), [(Resnet18(), 512), (Resnet34(), 512), (Resnet50(), 2048)])
-def test_resnets_are_chosen_by_name_and_give_their_penultimate_layer(options: Resnet18, width: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "width"), [(Resnet18(), 512), (Resnet34(), 512), (Resnet50(), 2048)]
+)
+def test_resnets_are_chosen_by_name_and_give_their_penultimate_layer(
+    options: Resnet18, width: int
+) -> None:
     assert MODELS[f"resnet{options.depth}"] is type(options)
     net = options.build(3, 5).eval()
     assert isinstance(net, ResNet)
@@ -307,7 +351,7 @@ def test_resnets_are_chosen_by_name_and_give_their_penultimate_layer(options: Re
         torch.testing.assert_close(net(x), net.fc(features))
 
 
-def test_a_bottleneck_strides_in_its_3x3_convolution_and_adds_its_shortcut_before_the_last_relu() -> None:
+def test_a_bottleneck_strides_in_its_3x3_convolution_and_adds_its_shortcut_before_relu() -> None:
     net = ResNet(50, 2).eval()
     first, second = net.layer2[0], net.layer2[1]
     strides = [module.stride for module in first.modules() if isinstance(module, nn.Conv2d)]
@@ -327,7 +371,9 @@ def test_resnet18_takes_images_of_any_size(imagenet: ResNet, height: int, width:
         features, logits = imagenet.eval().features(x), imagenet(x)
     assert features.shape == (2, 512)
     assert logits.shape == (2, 1000)
-    torch.testing.assert_close(logits, features @ imagenet.fc.weight.T + imagenet.fc.bias, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits, features @ imagenet.fc.weight.T + imagenet.fc.bias, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_resnet18_reduces_the_image_as_the_paper_has_it(imagenet: ResNet) -> None:
@@ -363,7 +409,9 @@ def test_a_residual_block_adds_its_shortcut_before_the_last_relu(imagenet: ResNe
 
 @pytest.mark.parametrize("channels", [2, 4])
 @pytest.mark.parametrize("options", [Resnet18(), Resnet50()])
-def test_resnets_refuse_images_that_are_neither_grey_nor_rgb(options: Resnet18, channels: int) -> None:
+def test_resnets_refuse_images_that_are_neither_grey_nor_rgb(
+    options: Resnet18, channels: int
+) -> None:
     line = f"resnet{options.depth} takes images with 1 or 3 channels, the data has {channels}"
     with pytest.raises(UserError, match=line):
         options.inputs(channels)
@@ -393,9 +441,11 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_factories.py").write_text(
         "from torch import nn\n"
         "def net(channels, classes, hidden=2):\n"
-        "    return nn.Sequential(nn.Conv2d(channels, hidden, 1), nn.Flatten(), nn.LazyLinear(classes))\n"
+        "    return nn.Sequential(nn.Conv2d(channels, hidden, 1), nn.Flatten(), "
+        "nn.LazyLinear(classes))\n"
         "def mlp(channels, classes, hidden=2):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(channels, hidden), nn.Linear(hidden, classes))\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(channels, hidden), nn.Linear(hidden, "
+        "classes))\n"
         "def text(channels, classes):\n"
         "    return 'a network'\n"
         "number = 3\n"
@@ -435,7 +485,9 @@ def test_a_factory_that_cannot_be_imported_is_named(name: str) -> None:
 
 @pytest.mark.usefixtures("factories")
 def test_a_factory_must_return_a_network() -> None:
-    with pytest.raises(UserError, match=r"model\.factory 'my_factories:text' returned str, not a torch\.nn\.Module"):
+    with pytest.raises(
+        UserError, match=r"model\.factory 'my_factories:text' returned str, not a torch\.nn\.Module"
+    ):
         Factory("my_factories:text").build(channels=1, classes=2)
 
 
@@ -463,7 +515,9 @@ def test_a_factory_must_be_a_function() -> None:
 
 
 def test_a_factory_that_does_not_take_its_options_is_named() -> None:
-    with pytest.raises(UserError, match=r"model\.factory 'builtins:dict' returned dict|cannot be called"):
+    with pytest.raises(
+        UserError, match=r"model\.factory 'builtins:dict' returned dict|cannot be called"
+    ):
         Factory(factory="builtins:len", options={"depth": 3}).build(1, 2)
 
 
@@ -496,9 +550,13 @@ def test_a_twin_has_a_vector_of_its_own_and_a_shared_network_the_same_one(
     assert torch.equal(twin.ordinary(), before.values)
     for copied, own in ((twin, False), (shared, True)):
         assert (copied.values.data_ptr() == packed.values.data_ptr()) == own
-        for (name, p), (other, q) in zip(packed.net.named_parameters(), copied.net.named_parameters(), strict=True):
+        for (name, p), (other, q) in zip(
+            packed.net.named_parameters(), copied.net.named_parameters(), strict=True
+        ):
             assert name == other and p.requires_grad == q.requires_grad and (p is q) == own
     twin.values.zero_()
-    assert all(not p.any() for p in twin.net.parameters()) and torch.equal(packed.ordinary(), before.values)
+    assert all(not p.any() for p in twin.net.parameters()) and torch.equal(
+        packed.ordinary(), before.values
+    )
     shared.values.zero_()
     assert all(not p.any() for p in packed.net.parameters())

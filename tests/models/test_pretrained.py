@@ -1,4 +1,6 @@
-"""Weight files: what loads, what is left fresh, what is refused by name; and BatchNorm statistics of one's own data."""
+"""Weight files: what loads, what is left fresh, what is refused by name; and BatchNorm
+statistics of one's own data.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def save(state: object, path: Path) -> Path:
     return path
 
 
-def test_a_weight_file_gives_all_of_its_tensors(pretrained: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_weight_file_gives_all_of_its_tensors(
+    pretrained: dict[str, Tensor], tmp_path: Path
+) -> None:
     path = save({**pretrained, "bn1.num_batches_tracked": torch.tensor(9)}, tmp_path / "net.pth")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -64,7 +68,8 @@ def test_half_precision_wrapped_headless_weights_load_and_the_classifier_starts_
     half = {
         f"module.{name}": value.half() if value.is_floating_point() else value
         for name, value in pretrained.items()
-        if not name.startswith("fc.") and not name.endswith("num_batches_tracked")  # as in torchvision's first files
+        # as in torchvision's first files
+        if not name.startswith("fc.") and not name.endswith("num_batches_tracked")
     }
     path = save(half, tmp_path / "half.pth")
     with pytest.warns(FedNoRoWarning, match=r"half\.pth has no classifier"):
@@ -76,7 +81,9 @@ def test_half_precision_wrapped_headless_weights_load_and_the_classifier_starts_
         assert torch.equal(value, half[f"module.{name}"].float() if trunk else fresh[name]), name
 
 
-def test_a_classifier_for_other_classes_starts_fresh(pretrained: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_classifier_for_other_classes_starts_fresh(
+    pretrained: dict[str, Tensor], tmp_path: Path
+) -> None:
     path = tmp_path / "net.safetensors"
     save_file(pretrained, path)
     with pytest.warns(FedNoRoWarning, match="no classifier for these classes"):
@@ -86,7 +93,9 @@ def test_a_classifier_for_other_classes_starts_fresh(pretrained: dict[str, Tenso
     assert torch.equal(net.state_dict()["conv1.weight"], pretrained["conv1.weight"])
 
 
-def test_safetensors_give_all_of_their_tensors(pretrained: dict[str, Tensor], tmp_path: Path) -> None:
+def test_safetensors_give_all_of_their_tensors(
+    pretrained: dict[str, Tensor], tmp_path: Path
+) -> None:
     path = tmp_path / "net.safetensors"
     save_file(pretrained, path)
     with warnings.catch_warnings():
@@ -101,7 +110,10 @@ def test_safetensors_give_all_of_their_tensors(pretrained: dict[str, Tensor], tm
         (None, "has no {name} of shape (128,) (1 missing)"),
         ("nothing", "has no {name} of shape (128,) (1 missing)"),
         (torch.ones(3), "has (3,), float32 for {name} of shape (128,) (1 do not fit)"),
-        (torch.ones(128, dtype=torch.int32), "has (128,), int32 for {name} of shape (128,) (1 do not fit)"),
+        (
+            torch.ones(128, dtype=torch.int32),
+            "has (128,), int32 for {name} of shape (128,) (1 do not fit)",
+        ),
     ],
     ids=["absent", "not a tensor", "of another shape", "of whole numbers"],
 )
@@ -135,7 +147,10 @@ def test_any_floating_point_precision_is_accepted(
     pretrained: dict[str, Tensor], tmp_path: Path, dtype: torch.dtype, suffix: str
 ) -> None:
     path = tmp_path / f"net{suffix}"
-    given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in pretrained.items()}
+    given = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in pretrained.items()
+    }
     save_file(given, path) if suffix == ".safetensors" else save(given, path)
     net = Resnet18(weights=str(path)).build(3, 7)
     for name, value in net.state_dict().items():
@@ -147,7 +162,9 @@ def test_any_floating_point_precision_is_accepted(
 def test_tensors_that_the_network_has_not_are_named_in_a_warning(
     pretrained: dict[str, Tensor], tmp_path: Path, extra: int
 ) -> None:
-    path = save({**pretrained, **{f"head.{i}": torch.ones(1) for i in range(extra)}}, tmp_path / "net.pth")
+    path = save(
+        {**pretrained, **{f"head.{i}": torch.ones(1) for i in range(extra)}}, tmp_path / "net.pth"
+    )
     names = "head.0" if extra == 1 else "head.0, head.1, head.2, …"
     with pytest.warns(FedNoRoWarning) as caught:
         Resnet18(weights=str(path)).build(3, 7)
@@ -156,9 +173,15 @@ def test_tensors_that_the_network_has_not_are_named_in_a_warning(
     ]
 
 
-def test_what_is_there_under_other_names_is_shown(pretrained: dict[str, Tensor], tmp_path: Path) -> None:
-    path = save({f"encoder.{name}": value for name, value in pretrained.items()}, tmp_path / "net.pth")
-    with pytest.raises(UserError, match=r"has no conv1\.weight .*; it has encoder\.conv1\.weight, .*, …$"):
+def test_what_is_there_under_other_names_is_shown(
+    pretrained: dict[str, Tensor], tmp_path: Path
+) -> None:
+    path = save(
+        {f"encoder.{name}": value for name, value in pretrained.items()}, tmp_path / "net.pth"
+    )
+    with pytest.raises(
+        UserError, match=r"has no conv1\.weight .*; it has encoder\.conv1\.weight, .*, …$"
+    ):
         Resnet18(weights=str(path)).build(3, 7)
 
 
@@ -171,7 +194,9 @@ def test_half_a_classifier_is_none(pretrained: dict[str, Tensor], tmp_path: Path
     assert torch.equal(net.state_dict()["fc.weight"], fresh.state_dict()["fc.weight"])
 
 
-def test_weights_that_are_not_finite_are_refused(pretrained: dict[str, Tensor], tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(
+    pretrained: dict[str, Tensor], tmp_path: Path
+) -> None:
     path = save({**pretrained, "bn1.weight": torch.full((64,), float("inf"))}, tmp_path / "net.pth")
     with pytest.raises(UserError, match=r"net\.pth has values in bn1\.weight that are not finite"):
         Resnet18(weights=str(path)).build(3, 7)
@@ -179,16 +204,23 @@ def test_weights_that_are_not_finite_are_refused(pretrained: dict[str, Tensor], 
 
 def test_weights_of_another_depth_are_refused_by_the_tensor_that_tells(tmp_path: Path) -> None:
     path = save(ResNet(50, 7).state_dict(), tmp_path / "net.pth")
-    with pytest.raises(UserError, match=r"has \(64, 64, 1, 1\), float32 for layer1\.0\.conv1\.weight of shape"):
+    with pytest.raises(
+        UserError, match=r"has \(64, 64, 1, 1\), float32 for layer1\.0\.conv1\.weight of shape"
+    ):
         Resnet34(weights=str(path)).build(3, 7)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net = Resnet50(weights=str(path)).build(3, 7)
-    assert torch.equal(net.state_dict()["fc.weight"], torch.load(path, weights_only=True)["fc.weight"])
+    assert torch.equal(
+        net.state_dict()["fc.weight"], torch.load(path, weights_only=True)["fc.weight"]
+    )
 
 
 def test_no_weights_may_be_written_as_none() -> None:
-    plain, word = (initialise(Resnet18(weights=weights), 3, 7, seed=5).state_dict() for weights in (None, "none"))
+    plain, word = (
+        initialise(Resnet18(weights=weights), 3, 7, seed=5).state_dict()
+        for weights in (None, "none")
+    )
     assert all(torch.equal(plain[name], word[name]) for name in plain)
 
 
@@ -208,7 +240,9 @@ def test_a_file_of_something_else_is_refused_by_name(content: object, tmp_path: 
         Resnet18(weights=str(path)).build(3, 7)
 
 
-@pytest.mark.parametrize("content", [b"", b"not weights", b"\x80\x02", b"PK\x03\x04 torn archive"], ids=range(4))
+@pytest.mark.parametrize(
+    "content", [b"", b"not weights", b"\x80\x02", b"PK\x03\x04 torn archive"], ids=range(4)
+)
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_a_damaged_file_is_refused_in_one_line(content: bytes, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"net{suffix}"
@@ -275,7 +309,9 @@ def holding(*index: int) -> Client:
     return Client(0, "site", np.array(index), np.zeros(len(index), np.int64))
 
 
-def test_recalibrated_statistics_are_those_of_the_clients_images_by_a_float64_rederivation() -> None:
+def test_recalibrated_statistics_are_those_of_the_clients_images_by_a_float64_rederivation() -> (
+    None
+):
     data, client = random_data(9, 6, 1), holding(1, 4, 5, 8)
     lab = engine(Cnn(width=4), data, client)
     start = lab.net.weights()
@@ -283,12 +319,18 @@ def test_recalibrated_statistics_are_those_of_the_clients_images_by_a_float64_re
 
     x = torch.from_numpy((data.images[client.index] / 255.0 - 0.449) / 0.226).permute(0, 3, 1, 2)
     maps = nn.functional.conv2d(x, after["trunk.0.weight"].double(), padding=1)
-    torch.testing.assert_close(after["trunk.1.running_mean"].double(), maps.mean((0, 2, 3)), rtol=0, atol=1e-6)
-    torch.testing.assert_close(after["trunk.1.running_var"].double(), maps.var((0, 2, 3)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        after["trunk.1.running_mean"].double(), maps.mean((0, 2, 3)), rtol=0, atol=1e-6
+    )
+    torch.testing.assert_close(
+        after["trunk.1.running_var"].double(), maps.var((0, 2, 3)), rtol=1e-5, atol=0
+    )
 
     lab.net.load(lab.recalibrate(start, client))
     with torch.no_grad():
-        normed = lab.net.net.eval().get_submodule("trunk")[:2](lab.images.batch(torch.from_numpy(client.index)))  # type: ignore[index]
+        normed = lab.net.net.eval().get_submodule("trunk")[:2](
+            lab.images.batch(torch.from_numpy(client.index))
+        )  # type: ignore[index]
     torch.testing.assert_close(normed.mean((0, 2, 3)), torch.zeros(4), rtol=0, atol=1e-4)
     torch.testing.assert_close(normed.std((0, 2, 3)), torch.ones(4), rtol=1e-3, atol=0)
 
@@ -301,26 +343,37 @@ def test_recalibrating_changes_nothing_but_the_statistics_and_leaves_the_engine_
     after = lab.recalibrate(start, client)
     assert torch.equal(start.values, kept)
     assert torch.equal(after.values[: lab.net.trainable], start.values[: lab.net.trainable])
-    assert not torch.isclose(after.values[lab.net.trainable :], start.values[lab.net.trainable :]).any()
+    assert not torch.isclose(
+        after.values[lab.net.trainable :], start.values[lab.net.trainable :]
+    ).any()
     assert after.counters.tolist() == [5, 6, 7]
     assert [norm.momentum for norm in lab.net.norms] == [0.1, 0.1, 0.1]
     assert torch.equal(lab.recalibrate(start, client).values, after.values)
 
 
-def test_every_image_counts_the_same_however_they_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_image_counts_the_same_however_they_are_batched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data, client = random_data(7, 6, 1), holding(*range(7))
     lab = engine(Cnn(width=4), data, client)
     whole = lab.net.state_dict(lab.recalibrate(lab.net.weights(), client))["trunk.1.running_mean"]
-    monkeypatch.setattr("fednoro.engine.eager.EVALUATION_BATCH", 3)  # three batches, none of a single image
+    # three batches, none of a single image
+    monkeypatch.setattr("fednoro.engine.eager.EVALUATION_BATCH", 3)
     parts = lab.net.state_dict(lab.recalibrate(lab.net.weights(), client))["trunk.1.running_mean"]
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
 def small(*more: str) -> list[str]:
     return [
-        "train.rounds=2", "train.epochs=1", "partition.clients=3", "noise=none", "method=fedavg", "device=cpu",
-        "checkpoint_every=1", *more,
-    ]  # fmt: skip
+        "train.rounds=2",
+        "train.epochs=1",
+        "partition.clients=3",
+        "noise=none",
+        "method=fedavg",
+        "device=cpu",
+        "checkpoint_every=1",
+        *more,
+    ]
 
 
 @pytest.fixture
@@ -348,7 +401,13 @@ def test_a_run_starts_from_the_clients_statistics_averaged_by_size_and_resumes_t
     data = run.config.data.load(run.config.seed)
     clients = run.federation.clients()
     lab = EagerEngine(
-        lambda: initialise(run.config.model, 1, 10, run.config.seed), data, 1, run.config.train, 0, CPU, clients
+        lambda: initialise(run.config.model, 1, 10, run.config.seed),
+        data,
+        1,
+        run.config.train,
+        0,
+        CPU,
+        clients,
     )
     start = lab.net.weights()
     expected = average((lab.recalibrate(start, client), len(client.index)) for client in clients)
@@ -364,14 +423,22 @@ def test_a_run_starts_from_the_clients_statistics_averaged_by_size_and_resumes_t
     resumed = fednoro.resume(tmp_path / "stopped")
     assert resumed.bacc == run.bacc
     first, second = (
-        load_checkpoint(path / "checkpoints" / "round-00002.safetensors") for path in (run.folder, resumed.folder)
+        load_checkpoint(path / "checkpoints" / "round-00002.safetensors")
+        for path in (run.folder, resumed.folder)
     )
     assert torch.equal(first.state.model.values, second.state.model.values)
 
 
-def test_recalibrating_a_network_without_batchnorm_says_so(own_network: str, tmp_path: Path) -> None:
-    with pytest.warns(FedNoRoWarning, match=r"model\.recalibrate changes nothing: the network has no BatchNorm"):
-        fednoro.run("digits", *small(f"model={own_network}:plain", "model.recalibrate=true", f"out={tmp_path}"))
+def test_recalibrating_a_network_without_batchnorm_says_so(
+    own_network: str, tmp_path: Path
+) -> None:
+    with pytest.warns(
+        FedNoRoWarning, match=r"model\.recalibrate changes nothing: the network has no BatchNorm"
+    ):
+        fednoro.run(
+            "digits",
+            *small(f"model={own_network}:plain", "model.recalibrate=true", f"out={tmp_path}"),
+        )
 
 
 # Real weights and images.
@@ -393,7 +460,9 @@ def dermoscopy(per_class: int, side: int) -> tuple[NDArray[np.uint8], NDArray[np
     with zipfile.ZipFile(shared_file("ham10000_112.zip")) as archive:
         names = {Path(name).stem: name for name in archive.namelist()}
         images = [
-            np.asarray(Image.open(io.BytesIO(archive.read(names[i]))).convert("RGB").resize((side, side)))
+            np.asarray(
+                Image.open(io.BytesIO(archive.read(names[i]))).convert("RGB").resize((side, side))
+            )
             for members in ids.values()
             for i in members[:per_class]
         ]
@@ -414,7 +483,9 @@ def test_real_weights_load_and_recalibrating_does_not_hurt_what_their_features_t
         with torch.inference_mode():
             net = lab.net.net.eval()
             assert isinstance(net, ResNet)
-            features = torch.cat([net.features(lab.images.batch(i)) for i in torch.arange(len(labels)).split(70)])
+            features = torch.cat(
+                [net.features(lab.images.batch(i)) for i in torch.arange(len(labels)).split(70)]
+            )
         probe = RidgeClassifier(alpha=1000.0)
         scaled = (features - features.mean(0)) / (features.std(0) + 1e-6)
         return float(cross_val_score(probe, scaled.numpy(), labels, cv=5).mean())
