@@ -34,7 +34,6 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe, in_processes, keep, kept, markdown, overrides_in
-from fednoro import calibrated, explained
 from fednoro.config import resolve
 from fednoro.core.losses import log_prior, per_class_losses
 from fednoro.core.metrics import detection
@@ -50,11 +49,12 @@ from fednoro.core.types import (
     Task,
 )
 from fednoro.data.federation import Federation, assemble
-from fednoro.detect import NoisyClientDetector
+from fednoro.detection import calibrated, explained
+from fednoro.detection.explained import SENT, WATCH, WATCHED, left_over, measure
+from fednoro.detection.leave_one_out_heads import PURGED_WIDER, pairs_of
+from fednoro.detection.mixture_detector import NoisyClientDetector
 from fednoro.engine import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory
-from fednoro.explained import SENT, WATCH, WATCHED, left_over, measure
-from fednoro.left_out import PURGED_WIDER, pairs_of
 from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.models import Packed
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 import fednoro
-from fednoro.detect import fill_missing, min_max
+from fednoro.detection.mixture_detector import fill_missing, min_max
 
 
 def _one(job: tuple[str, int, Sequence[str], str]) -> fednoro.Run:

@@ -23,8 +23,8 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # c
 
 from benchmarks.machine import best_and_median, describe, markdown, ratio
 from fednoro.core.types import FloatArray
-from fednoro.detect import min_max
-from fednoro.mixture import Covariance, Init, fit_mixtures, flagged_sets, starting_points
+from fednoro.detection.mixture import Covariance, Init, fit_mixtures, flagged_sets, starting_points
+from fednoro.detection.mixture_detector import min_max
 
 CLASSES = (8, 5)  # ISIC 2019 and ICH
 HEADER = (

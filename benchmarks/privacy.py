@@ -31,11 +31,11 @@ from fednoro.core.losses import per_class_losses
 from fednoro.core.metrics import detection
 from fednoro.core.seeds import generator
 from fednoro.core.types import BoolArray, FedNoRoWarning, FloatArray, IntArray
-from fednoro.detect import NoisyClientDetector
+from fednoro.detection.mixture_detector import NoisyClientDetector
+from fednoro.detection.score_privacy import noisy_class_losses, withhold
 from fednoro.engine import Hardware
 from fednoro.methods.fednoro import FedNoRo
 from fednoro.models import Packed, initialise
-from fednoro.privacy import noisy_class_losses, withhold
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from fednoro.core.metrics import best_last, detection
 from fednoro.core.types import BoolArray, FedNoRoWarning, State, UserError, Weights
 from fednoro.data.client import Client
 from fednoro.data.federation import Federation
+from fednoro.detection.verdicts import verdicts
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, Exchange, Turn, play
 from fednoro.runs import RunFolder, Saver
-from fednoro.verdicts import verdicts
 
 
 class Watcher:

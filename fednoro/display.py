@@ -25,13 +25,13 @@ from fednoro.config import Config, as_tree, section_name
 from fednoro.core.types import State
 from fednoro.data.cache.preparation import Prepared
 from fednoro.data.federation import Federation
+from fednoro.detection.verdicts import verdicts
 from fednoro.experiment import Run, Watcher
 from fednoro.report.findings import stability
 from fednoro.report.judged import judged
 from fednoro.report.reading import Recorded
 from fednoro.rounds import Turn
 from fednoro.runs import RunFolder
-from fednoro.verdicts import verdicts
 
 REASONS, EXAMPLES = 5, 3  # why images were left out, and which
 PLAIN_EVERY = 10.0  # seconds between lines of progress where there is no terminal

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fednoro.core.types import FloatArray
-from fednoro.mixture import fit_mixtures
+from fednoro.detection.mixture import fit_mixtures
 
 
 def upper_component(values: FloatArray) -> FloatArray:

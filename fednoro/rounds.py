@@ -15,7 +15,6 @@ from typing import Protocol
 
 import numpy as np
 
-from fednoro.calibrated import MOMENTS
 from fednoro.core.metrics import per_class_recall
 from fednoro.core.seeds import generator
 from fednoro.core.types import (
@@ -29,6 +28,7 @@ from fednoro.core.types import (
     Task,
     Weights,
 )
+from fednoro.detection.calibrated import MOMENTS
 from fednoro.methods import Method
 
 

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord
 from PIL import Image
 
 from fednoro.config import resolve
-from fednoro.explained import SENT
+from fednoro.detection.explained import SENT
 from fednoro.flower.following import as_json
 from fednoro.methods import METHODS
 

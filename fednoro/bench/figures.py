@@ -16,8 +16,8 @@ from fednoro.bench.paper import Setting
 from fednoro.bench.tables import FOUND, Cell, Grid, Row, Table, column, measured
 from fednoro.core.types import IntArray
 from fednoro.data.federation import Federation
+from fednoro.detection.mixture import DetectionOverSeeds, detection_over_seeds, flagged_sets
 from fednoro.methods import FedLA, FedNoRo
-from fednoro.mixture import DetectionOverSeeds, detection_over_seeds, flagged_sets
 
 
 @dataclass(frozen=True)

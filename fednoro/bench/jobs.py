@@ -29,8 +29,8 @@ from fednoro.config import Config, anchored, dump, flat, resolve
 from fednoro.core.files import disk_errors, write_whole
 from fednoro.core.types import Failure, FloatArray, Reply, Site, State, Task, UserError, Weights
 from fednoro.data.federation import Federation
+from fednoro.detection.indicators import INDICATORS
 from fednoro.experiment import Watcher
-from fednoro.indicators import INDICATORS
 from fednoro.methods import FedLA, FedNoRo, Method
 from fednoro.rounds import Turn
 from fednoro.runs import LOGS, RunFolder, Snapshot, load_checkpoint

@@ -107,7 +107,7 @@ def _by_setting(
 
 BACC = {"ich": _by_setting(GRIDS["ich"], _TABLE_1), "isic2019": _by_setting(GRIDS["isic2019"], _TABLE_2)}
 
-# Table 3, on ICH: (indicator of `fednoro.indicators`, with LA) → recall, precision, matching ratio.
+# Table 3, on ICH: (indicator of `fednoro.detection.indicators`, with LA) → recall, precision, matching ratio.
 TABLE_3 = {
     Setting(0.3, *MILD): {
         ("lid", False): (100.00, 54.54, 0.00),

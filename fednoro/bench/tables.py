@@ -15,9 +15,9 @@ from fednoro.bench import paper
 from fednoro.bench.jobs import Job, Score, Train, sharing, train, warm_up
 from fednoro.bench.order import Order
 from fednoro.bench.paper import CLEAN, GRIDS, MILD, STRONG, Setting
-from fednoro.indicators import INDICATORS
+from fednoro.detection.indicators import INDICATORS
+from fednoro.detection.mixture import detection_over_seeds, flagged_sets
 from fednoro.methods import FedLA, FedNoRo, Method
-from fednoro.mixture import detection_over_seeds, flagged_sets
 
 METHODS = tuple(paper.TITLES)
 # The rows of Table 4: what a row is called, whether noisy clients train, distil, and are weighed by distance.

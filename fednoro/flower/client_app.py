@@ -22,11 +22,11 @@ from flwr.common import log
 from fednoro.audit.exchanges import Audit
 from fednoro.core.metrics import confusion
 from fednoro.core.types import Failure, FedNoRoWarning, Reply, Task, UserError, Weights
+from fednoro.detection.score_privacy import protect
 from fednoro.flower.memory import Memory
 from fednoro.flower.records import SIZE, failure_records, read_task, reply_records
 from fednoro.flower.site import RefusedError, SiteOptions, Station, load_data, read_site, station
 from fednoro.methods.fednoro_plus import CORRECTED_FROM, SOFT
-from fednoro.privacy import protect
 
 app = ClientApp()
 

@@ -26,10 +26,10 @@ from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.data.federation import Federation
 from fednoro.data.split import Split
+from fednoro.detection.score_privacy import Protection
 from fednoro.engine import EagerEngine, Hardware, choose_device, worthwhile_threads
 from fednoro.methods import Method
 from fednoro.models import initialise
-from fednoro.privacy import Protection
 
 SENT = ("seed", "model", "method", "train")  # the sections that a site is told
 

@@ -42,11 +42,11 @@ from fednoro.core.types import (
     UserError,
     Weights,
 )
+from fednoro.detection.verdicts import verdicts
 from fednoro.flower.local import LAM, SCORE, TEMPERATURE
 from fednoro.flower.records import SIZE
 from fednoro.methods import FedNoRo as Method
 from fednoro.rounds import Screen, draw
-from fednoro.verdicts import verdicts
 
 
 class FedNoRo(FedAvg):

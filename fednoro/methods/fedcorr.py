@@ -50,7 +50,7 @@ from fednoro.core.types import (
     Task,
     UserError,
 )
-from fednoro.indicators import lid
+from fednoro.detection.indicators import lid
 from fednoro.methods.fedavg import Method
 from fednoro.relabel import believed, upper_component, worst
 

@@ -18,8 +18,8 @@ and the server weighs each model by its distance to the nearest clean one:
     d(k) = min_{j ∈ S_c} ‖w_k − w_j‖₂,   D(k) = d(k) / max_j d(j),   w_g = Σ_k N_k e^{−D(k)} w_k / Σ_j N_j e^{−D(j)}
 
 With `detector: calibrated` clients are judged by what they can explain of their labels and by what heads that are
-learnt from the others say about them instead (`fednoro.calibrated`), with `detector: sketched` by heads on 64 numbers
-of each image, with `detector: shares` by the first alone (`fednoro.explained`). Each may flag nobody or everybody;
+learnt from the others say about them instead (`fednoro.detection.calibrated`), with `detector: sketched` by heads on 64 numbers
+of each image, with `detector: shares` by the first alone (`fednoro.detection.explained`). Each may flag nobody or everybody;
 stage 2 is the same.
 
 The paper's ablation takes pieces of stage 2 away: `noisy_clients` says whether flagged clients distil, train as clean
@@ -37,7 +37,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.calibrated import MOMENTS, WIDTHS, add_up, questions, record, score, summed
 from fednoro.core.aggregate import average, distance_weights, nearest_clean
 from fednoro.core.losses import (
     distill,
@@ -59,11 +58,17 @@ from fednoro.core.types import (
     Task,
     UserError,
 )
-from fednoro.detect import Behaviour, NoisyClientDetector
-from fednoro.explained import WATCH, watch, watching
+from fednoro.detection.calibrated import MOMENTS, WIDTHS, add_up, questions, record, score, summed
+from fednoro.detection.explained import WATCH, watch, watching
+from fednoro.detection.mixture_detector import Behaviour, NoisyClientDetector
+from fednoro.detection.score_privacy import (
+    NOISE_SEED,
+    noise_generator,
+    noisy_class_losses,
+    withhold,
+)
+from fednoro.detection.verdicts import judge, scoring_model, unscored, verdicts
 from fednoro.methods.fedavg import Method, advance, nobody_answered
-from fednoro.privacy import NOISE_SEED, noise_generator, noisy_class_losses, withhold
-from fednoro.verdicts import judge, scoring_model, unscored, verdicts
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ It goes beyond Wu et al., FedNoRo, IJCAI 2023, whose mixture always splits the c
 distillation collapses where most of them are noisy.
 
 Stage 1, rounds 1..T1: FedLA. In the last `watch` rounds each client also measures how much of its labels the model that
-it receives and the one that it trains explain, e_k (`fednoro.explained`). Then heads that are learnt from all the other
-clients say how far its labels follow its images (`fednoro.left_out`), and both together are its doubt. Clients above a
-cut are noisy, S_n (`fednoro.calibrated`). That may be nobody, and then all that follows is FedLA, to the bit. If it is
+it receives and the one that it trains explain, e_k (`fednoro.detection.explained`). Then heads that are learnt from all the other
+clients say how far its labels follow its images (`fednoro.detection.leave_one_out_heads`), and both together are its doubt. Clients above a
+cut are noisy, S_n (`fednoro.detection.calibrated`). That may be nobody, and then all that follows is FedLA, to the bit. If it is
 everybody, there is nobody to learn from, and it is FedLA too, with a warning: to trust the half that explains most
 measured worse. But the warm-up may have been too short to tell, so everybody is judged again every few rounds
 (`revise`) in the first half of the run; later, models know wrong labels by heart. A client that could not be judged is
@@ -50,23 +50,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.calibrated import (
-    AGAIN,
-    FIRST,
-    MOMENTS,
-    WIDTHS,
-    add_up,
-    add_up_again,
-    can_reconsider,
-    judged_in,
-    nobody_trusted,
-    questions,
-    reconsider,
-    record,
-    score,
-    summed,
-    suspects,
-)
 from fednoro.core.aggregate import average
 from fednoro.core.losses import distill, held, log_prior, logit_adjusted_ce
 from fednoro.core.options import option
@@ -83,10 +66,27 @@ from fednoro.core.types import (
     Task,
     UserError,
 )
-from fednoro.explained import FEW, WATCH, WATCHED, watch, watching
+from fednoro.detection.calibrated import (
+    AGAIN,
+    FIRST,
+    MOMENTS,
+    WIDTHS,
+    add_up,
+    add_up_again,
+    can_reconsider,
+    judged_in,
+    nobody_trusted,
+    questions,
+    reconsider,
+    record,
+    score,
+    summed,
+    suspects,
+)
+from fednoro.detection.explained import FEW, WATCH, WATCHED, watch, watching
+from fednoro.detection.verdicts import unscored, verdicts
 from fednoro.methods.fedavg import Method
 from fednoro.methods.fednoro import by_distance
-from fednoro.verdicts import unscored, verdicts
 
 TEACHER = "teacher"  # among a state's kept models
 CORRECTED = "corrected_after"  # in the memo: how many rounds were over when a client's labels were corrected

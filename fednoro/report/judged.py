@@ -129,7 +129,7 @@ def _tables(rows: dict[str, Any], classes: int) -> tuple[FloatArray | None, IntA
 
 def _fitted(run: Recorded, rows: dict[str, Any]) -> Any:
     """The detector as the run fitted it: to those scored first, or later where they did not form two groups."""
-    from fednoro.detect import NoisyClientDetector
+    from fednoro.detection.mixture_detector import NoisyClientDetector
 
     behaviour = run.option("method", "detector") or run.option("method", "behaviour")
     covariance = run.option("method", "covariance")
@@ -174,7 +174,7 @@ def _same(detector: Any, losses: FloatArray | None, counts: IntArray | None, pos
 
 def _agreement(detector: Any, normalised: FloatArray, noisy: BoolArray) -> FloatArray | None:
     """How often the verdicts come out the same when the mixture is started elsewhere."""
-    from fednoro.detect import NoisyClientDetector
+    from fednoro.detection.mixture_detector import NoisyClientDetector
 
     points = normalised[np.isfinite(normalised).all(axis=1)]
     if detector.mixture_ is None or len(points) < 2:

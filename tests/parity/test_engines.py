@@ -12,8 +12,8 @@ from exchanges import TRAINING, Lab, again, check_close, given, identical, on_ea
 from federations import CLASSES, every_method, every_variant, three_channels
 from torch import Tensor
 
-from fednoro.calibrated import WIDTHS
 from fednoro.core.types import Reply, Step, Task, Weights
+from fednoro.detection.calibrated import WIDTHS
 from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Precision
 from fednoro.methods import FedCorr, FedNoRo, FedNoRoPlus, Method
 from fednoro.models import Resnet18, initialise

@@ -33,8 +33,8 @@ from fednoro.bench.workers import perform_all
 from fednoro.config import Config
 from fednoro.core.types import UserError
 from fednoro.data.federation import Federation
+from fednoro.detection.indicators import INDICATORS
 from fednoro.experiment import Watcher
-from fednoro.indicators import INDICATORS
 from fednoro.methods import FedLA
 from fednoro.rounds import Turn
 from fednoro.runs import RunFolder

@@ -200,7 +200,7 @@ def test_files_that_the_guide_names_are_there() -> None:
 
 
 def test_what_the_guide_says_of_privacy_is_what_the_code_does() -> None:
-    from fednoro.privacy import loss_bound
+    from fednoro.detection.score_privacy import loss_bound
 
     text = GUIDE.read_text(encoding="utf-8")
     assert "B = ln C" in text and loss_bound(8) == pytest.approx(2.0794415)

@@ -18,7 +18,7 @@ from fednoro.config import resolve
 from fednoro.core.types import State
 from fednoro.data.cache.preparation import Prepared
 from fednoro.data.federation import Federation
-from fednoro.detect import NoisyClientDetector
+from fednoro.detection.mixture_detector import NoisyClientDetector
 from fednoro.display import Terminal, prepared_table
 from fednoro.experiment import Run
 from fednoro.report.findings import findings

@@ -19,18 +19,18 @@ from federations import CLASSES, federation, network, same, start
 from rich.console import Console
 
 import fednoro
-from fednoro.calibrated import WIDTHS
 from fednoro.core.training import FURTHER, Augment, Training
 from fednoro.core.types import Clients, Failure, Reply, State, Task, UserError, Weights
+from fednoro.detection.calibrated import WIDTHS
+from fednoro.detection.explained import EVIDENCE
+from fednoro.detection.score_privacy import Protection, protect
+from fednoro.detection.verdicts import SCORED, verdicts
 from fednoro.display import Terminal
 from fednoro.engine import EagerEngine
-from fednoro.explained import EVIDENCE
 from fednoro.methods import FedLA, FedNoRo, FedNoRoPlus, Method
 from fednoro.methods.fednoro_plus import CORRECTED, SOFT, TEACHER
-from fednoro.privacy import Protection, protect
 from fednoro.rounds import Evaluation, Turn, play
 from fednoro.runs import RunFolder
-from fednoro.verdicts import SCORED, verdicts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -328,7 +328,7 @@ EARLY = FedNoRoPlus(warmup=1, watch=1, revise=2, purge=2)
 @pytest.fixture
 def unsure(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if clients were not that far apart: these here are told from each other after one round otherwise."""
-    monkeypatch.setattr("fednoro.left_out.HALF_LIKELIER", math.inf)
+    monkeypatch.setattr("fednoro.detection.leave_one_out_heads.HALF_LIKELIER", math.inf)
 
 
 @pytest.mark.usefixtures("unsure")
@@ -456,7 +456,7 @@ def second(state: State) -> dict[str, Any]:
 
 @pytest.mark.parametrize("detector", ["calibrated", "sketched"])
 def test_in_the_middle_of_the_purge_everybody_is_judged_again(detector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fednoro.calibrated.SKETCH", 3)  # of 4 features
+    monkeypatch.setattr("fednoro.detection.calibrated.SKETCH", 3)  # of 4 features
     monkeypatch.setitem(WIDTHS, "sketched", 3)
     method = replace(LONG, detector=detector)
     lab, played = long(method=method)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import make_run
 
-from fednoro import left_out
 from fednoro.core.types import UserError
-from fednoro.detect import NoisyClientDetector
+from fednoro.detection import leave_one_out_heads
+from fednoro.detection.mixture_detector import NoisyClientDetector
 from fednoro.report import palette
 from fednoro.report.axes import round_ticks, short_names, whole_ticks
 from fednoro.report.figures import doubts, figures
@@ -127,7 +127,7 @@ def test_the_curve_of_doubts_parts_the_verdicts(tmp_path: Path) -> None:
     rows, cut = {}, 0.3
     for i, (k, row) in enumerate(detection["clients"].items()):
         error, explained = (0.6, 0.2 + 0.01 * i) if row["noisy"] else (0.1 + 0.01 * i, 0.6)
-        found = float(left_out.doubts(np.array(error), np.array(explained)))
+        found = float(leave_one_out_heads.doubts(np.array(error), np.array(explained)))
         assert (found > cut) == row["noisy"]
         rows[k] = {"noisy": row["noisy"], "posterior": 0.5, "explained": explained, "error": error, "doubt": found}
     silent = {"noisy": False, "posterior": 0.5, "explained": 1.0, "error": None, "doubt": None}
@@ -137,9 +137,9 @@ def test_the_curve_of_doubts_parts_the_verdicts(tmp_path: Path) -> None:
         json.dumps({"reason": "so", "cut": cut, "clients": {**rows, next(iter(rows)): silent, **earlier}})
     )
     figure = made(path)["doubt"]
-    assert doubts.FLOOR == left_out.FLOOR
+    assert doubts.FLOOR == leave_one_out_heads.FLOOR
     for share, error in doubts._curve(cut, 0.7, 0.7):
-        assert float(left_out.doubts(np.array(error), np.array(share))) == pytest.approx(cut)
+        assert float(leave_one_out_heads.doubts(np.array(error), np.array(share))) == pytest.approx(cut)
     for width in (WIDE, 320):
         tips = {mark.tip for mark in figure.draw(width).marks if "explained, error" in mark.tip}
         assert len(tips) == len(rows) - 2

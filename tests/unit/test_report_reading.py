@@ -224,7 +224,7 @@ def test_groups_that_are_not_there_are_called_not_firm(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", clients=20, classes=8, known=False)
     detection = json.loads((run / "detection.json").read_text())
     rng = np.random.default_rng(1)
-    from fednoro.detect import NoisyClientDetector
+    from fednoro.detection.mixture_detector import NoisyClientDetector
 
     losses = rng.normal(1, 0.2, (20, 8))
     detector = NoisyClientDetector(seed=0).fit(losses)

@@ -10,7 +10,7 @@ from fednoro.report.judged import Judged
 from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene, text_width
 
-FLOOR = 0.02  # that of `fednoro.left_out`, which would load torch
+FLOOR = 0.02  # that of `fednoro.detection.leave_one_out_heads`, which would load torch
 
 
 def doubt(run: Recorded, found: Judged | None) -> Figure | None:

@@ -1,17 +1,20 @@
-"""The calibrated detector: who is noisy, nobody, some or everybody, on a scale that is found on the spot.
+"""The calibrated detector: who is noisy, nobody, some or everybody, on a
+scale that is found on the spot.
 
-Its constants are the same for every data set. Two measures make a client's doubt: which share of its labels it cannot
-explain (`fednoro.explained`), and how badly heads that are learnt from the others part its labels (`fednoro.left_out`).
-The second asks for an exchange of its own before clients are scored, `moments`: each sends two sums over the global
-model's features, and receives their totals with the question for its score. Where no heads can be learnt, explained
-shares decide alone: if no more than four clients send sums (from the total of two, each could tell the other's), with a
-network that has no `features`, and if a method asks for it. Heads can be learnt from a sketch of 64 numbers of each
-image too, with sums that are 56 times smaller for a ResNet-18 and 8 classes; of very many features they always are.
+Its constants are the same for every data set. Two measures make a client's doubt: which share of
+its labels it cannot explain (`fednoro.detection.explained`), and how badly heads that are learnt
+from the others part its labels (`fednoro.detection.leave_one_out_heads`). The second asks for an
+exchange of its own before clients are scored, `moments`: each sends two sums over the global
+model's features, and receives their totals with the question for its score. Where no heads can be
+learnt, explained shares decide alone: if no more than four clients send sums (from the total of
+two, each could tell the other's), with a network that has no `features`, and if a method asks for
+it. Heads can be learnt from a sketch of 64 numbers of each image too, with sums that are 56 times
+smaller for a ResNet-18 and 8 classes; of very many features they always are.
 
-A cut between two groups stays: whoever comes later is judged by it, from one measure with the model and the totals that
-the others were scored with. A method may look again once clean clients alone have trained for a while (`reconsider`):
-the two groups are farther apart then. Until there is a cut, everybody is judged anew whenever somebody comes later, and
-whenever a method asks again.
+A cut between two groups stays: whoever comes later is judged by it, from one measure with the model
+and the totals that the others were scored with. A method may look again once clean clients alone
+have trained for a while (`reconsider`): the two groups are farther apart then. Until there is a
+cut, everybody is judged anew whenever somebody comes later, and whenever a method asks again.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fednoro import explained, left_out
 from fednoro.core.types import (
     Clients,
     FedNoRoWarning,
@@ -37,58 +39,75 @@ from fednoro.core.types import (
     UserError,
     Weights,
 )
-from fednoro.explained import FEW, SENT, Judgement
-from fednoro.left_out import Scale
-from fednoro.verdicts import SCORED, scoring_model, verdicts
+from fednoro.detection import explained, leave_one_out_heads
+from fednoro.detection.explained import FEW, SENT, Judgement
+from fednoro.detection.leave_one_out_heads import Scale
+from fednoro.detection.verdicts import SCORED, scoring_model, verdicts
 
 MOMENTS = "moments"  # the task; among a state's kept models: the totals
 PRODUCTS, SUMS = "products", "sums"  # among the arrays that are sent: XᵀX, and X summed up by class
 AREAS, COUNTS = "areas", "counts"  # and with a score
-FIRST = "first_moments"  # in a state: the totals of the first verdict, while a second one is looked for
+# in a state: the totals of the first verdict, while a second one is looked for
+FIRST = "first_moments"
 AGAIN = "again"  # in the memo: when that was, and whether it changed the verdict
 WIDTH = "width"  # among the settings of a question for sums: of more features a sketch is summed up
 COUNTED = "counted"  # among the settings of a score: whether the client has a part in the totals
 WIDEST, SKETCH = 2048, 64  # features: sums over more would be larger than the model
-WIDTHS = {"calibrated": WIDEST, "sketched": SKETCH, "shares": 0}  # by the detector's name; 0: no heads
+# by the detector's name; 0: no heads
+WIDTHS = {"calibrated": WIDEST, "sketched": SKETCH, "shares": 0}
 
 
 # Client
 
 
 def summed(task: Task, site: Site) -> Reply:
-    """A client's part of the sums that heads are learnt from; nothing where the network has no features."""
+    """A client's part of the sums that heads are learnt from; nothing where
+    the network has no features.
+    """
     try:
         features = site.features(task.weights)
     except UserError:  # it says that there are none
         return Reply(site.client, site.size)
     features = features.cpu()
     if features.shape[1] > min(int(task.settings[WIDTH]), WIDEST):  # a server may not ask for more
-        features = left_out.sketch(features, SKETCH)
-    a, b = left_out.moments(features, site.labels.cpu(), site.classes)
-    return Reply(site.client, site.size, arrays={PRODUCTS: a.numpy(), SUMS: b.t().contiguous().numpy()})
+        features = leave_one_out_heads.sketch(features, SKETCH)
+    a, b = leave_one_out_heads.moments(features, site.labels.cpu(), site.classes)
+    return Reply(
+        site.client, site.size, arrays={PRODUCTS: a.numpy(), SUMS: b.t().contiguous().numpy()}
+    )
 
 
 def score(task: Task, site: Site) -> Reply:
-    """What a client explains of its labels, and what the others' heads part of them, where their totals came along."""
+    """What a client explains of its labels, and what the others' heads part of them,
+    where their totals came along.
+    """
     reply = explained.score(task, site)
     return replace(reply, arrays=parted(task, site)) if PRODUCTS in task.arrays else reply
 
 
 def parted(task: Task, site: Site) -> dict[str, FloatArray]:
-    """How well the others' head parts each pair of a client's classes, and how many labels each class has."""
+    """How well the others' head parts each pair of a client's classes, and
+    how many labels each class has.
+    """
     a, b = torch.from_numpy(task.arrays[PRODUCTS]), torch.from_numpy(task.arrays[SUMS]).t()
     features, labels = site.features(task.weights).cpu(), site.labels.cpu()
     if features.shape[1] >= len(a):  # the totals are of sketches
-        features = left_out.sketch(features, len(a) - 1)
-    said = left_out.outputs(features, labels, a, b, bool(task.settings[COUNTED]))
-    return {AREAS: left_out.areas(said.numpy(), labels.numpy()), COUNTS: site.counts.double().cpu().numpy()}
+        features = leave_one_out_heads.sketch(features, len(a) - 1)
+    said = leave_one_out_heads.outputs(features, labels, a, b, bool(task.settings[COUNTED]))
+    return {
+        AREAS: leave_one_out_heads.areas(said.numpy(), labels.numpy()),
+        COUNTS: site.counts.double().cpu().numpy(),
+    }
 
 
 # Server
 
 
-def questions(state: State, clients: Clients, asked: Iterable[int], width: int, anew: bool = False) -> dict[int, Task]:
-    """What to ask of clients that are to be scored, `anew` by the present model: first for sums, then for scores.
+def questions(
+    state: State, clients: Clients, asked: Iterable[int], width: int, anew: bool = False
+) -> dict[int, Task]:
+    """What to ask of clients that are to be scored, `anew` by the present model:
+    first for sums, then for scores.
 
     Args:
         state: the server's.
@@ -105,18 +124,26 @@ def questions(state: State, clients: Clients, asked: Iterable[int], width: int, 
     if not width or not _totals_there(state, first):
         return {k: Task("score", state.round, model) for k in asked}
     totals = _unpacked(state.kept[MOMENTS], state.classes)
-    return {k: Task("score", state.round, model, {COUNTED: k in known["clients"]}, totals) for k in asked}
+    return {
+        k: Task("score", state.round, model, {COUNTED: k in known["clients"]}, totals)
+        for k in asked
+    }
 
 
 def _totals_there(state: State, first: bool) -> bool:
-    """Whether scores are asked for with the totals: those of this round for a first verdict, later those it had."""
+    """Whether scores are asked for with the totals: those of this round for a first
+    verdict, later those it had.
+    """
     known: Mapping[str, Any] = state.memo.get(MOMENTS, {})
     of = state.round if first else state.memo.get("detection", {}).get("summed_in")
     return bool(known.get("clients")) and known["round"] == of
 
 
-def add_up(state: State, replies: Iterable[Reply], otherwise: str = "explained shares decide alone") -> State:
-    """Keeps the totals of the clients' sums, and who has a part in them; those of the commonest width count.
+def add_up(
+    state: State, replies: Iterable[Reply], otherwise: str = "explained shares decide alone"
+) -> State:
+    """Keeps the totals of the clients' sums, and who has a part in them; those
+    of the commonest width count.
 
     Where there are too few, it is said what happens `otherwise`.
     """
@@ -145,7 +172,9 @@ def add_up(state: State, replies: Iterable[Reply], otherwise: str = "explained s
     if best is not None and len(parts) > FEW:
         kept[MOMENTS] = Weights(torch.from_numpy(best[0]), torch.zeros(0, dtype=torch.int64))
     elif parts:
-        message = f"only {len(parts)} clients sent sums that heads could be learnt from: {otherwise}"
+        message = (
+            f"only {len(parts)} clients sent sums that heads could be learnt from: {otherwise}"
+        )
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
         parts = []
     memo = {**state.memo, MOMENTS: {"round": state.round, "clients": parts}}
@@ -153,11 +182,18 @@ def add_up(state: State, replies: Iterable[Reply], otherwise: str = "explained s
 
 
 def add_up_again(state: State, replies: Iterable[Reply]) -> State:
-    """The same for a second verdict; the first one's totals are kept until it is known which of the two counts."""
+    """The same for a second verdict; the first one's totals are kept until it is
+    known which of the two counts.
+    """
     after = add_up(state, replies, otherwise="the verdict stays as it is")
     if not after.memo[MOMENTS]["clients"]:  # perhaps in a later round
-        return replace(state, memo={**state.memo, "asked_in": state.round}, stage="detection", notes={})
-    kept, memo = {**after.kept, FIRST: state.kept[MOMENTS]}, {**after.memo, FIRST: state.memo[MOMENTS]}
+        return replace(
+            state, memo={**state.memo, "asked_in": state.round}, stage="detection", notes={}
+        )
+    kept, memo = (
+        {**after.kept, FIRST: state.kept[MOMENTS]},
+        {**after.memo, FIRST: state.memo[MOMENTS]},
+    )
     return replace(after, kept=kept, memo=memo)
 
 
@@ -168,18 +204,26 @@ def _left_out(client: int) -> None:
 
 def _unpacked(totals: Weights, classes: int) -> dict[str, FloatArray]:
     values = totals.values.double().cpu().numpy()
-    side = round((math.sqrt(classes**2 + 4 * len(values)) - classes) / 2)  # side² + classes · side values
-    return {PRODUCTS: values[: side**2].reshape(side, side), SUMS: values[side**2 :].reshape(classes, side)}
+    # side² + classes · side values
+    side = round((math.sqrt(classes**2 + 4 * len(values)) - classes) / 2)
+    return {
+        PRODUCTS: values[: side**2].reshape(side, side),
+        SUMS: values[side**2 :].reshape(classes, side),
+    }
 
 
 def judge(
-    rows: Sequence[Mapping[str, Any]], before: Mapping[str, Any] | None = None, wider: float = left_out.WIDER
+    rows: Sequence[Mapping[str, Any]],
+    before: Mapping[str, Any] | None = None,
+    wider: float = leave_one_out_heads.WIDER,
 ) -> Judgement:
     """Flags clients by their doubts, or by their explained shares where there are none.
 
     Args:
-        rows: what each client has sent, at least one: `SENT`, and `AREAS` (pairs) and `COUNTS` where there are heads.
-        before: an earlier verdict that parted two groups, as it is in the memo; for clients that come later.
+        rows: what each client has sent, at least one: `SENT`, and `AREAS` (pairs) and
+            `COUNTS` where there are heads.
+        before: an earlier verdict that parted two groups, as it is in the memo;
+            for clients that come later.
         wider: how much noisy clients' doubts scatter, in clean ones'.
     """
     evidence = [[row[name] for name in SENT] for row in rows]
@@ -192,17 +236,17 @@ def judge(
     areas = np.array([row[AREAS] for row in rows], dtype=np.float64)  # None becomes NaN
     counts = np.array([row[COUNTS] for row in rows], dtype=np.float64)
     if before is None:
-        scale = left_out.difficulty(areas, counts)
+        scale = leave_one_out_heads.difficulty(areas, counts)
         comparable = ~np.isnan(areas) & ~np.isnan(scale.pairs)
         if comparable.any(axis=1).sum() <= FEW:  # clients share no classes
             return alone
     else:
         scale = Scale(np.array(before["pairs"], dtype=np.float64), before["mean"])
-    error = left_out.errors(areas, counts, scale)
-    doubt = left_out.doubts(error, alone.explained)
+    error = leave_one_out_heads.errors(areas, counts, scale)
+    doubt = leave_one_out_heads.doubts(error, alone.explained)
     told = ~np.isnan(doubt) & np.array([any(row) for row in evidence])
     if before is None:
-        found = left_out.find_cut(doubt[told], error[told], alone.explained[told], wider)
+        found = leave_one_out_heads.find_cut(doubt[told], error[told], alone.explained[told], wider)
         if found is None:
             return explained.judge(evidence, alike=True)
         cut, steepness = found
@@ -214,23 +258,43 @@ def judge(
     span = f"{known.min():.2f} to {known.max():.2f}" if len(known) else "none"
     reason = f"{int(noisy.sum())} of {len(rows)} clients flagged: doubts {span}, cut at {cut:.2f}"
     return Judgement(
-        alone.explained, tuple(bool(flag) for flag in noisy), left_out.chance(power), cut, steepness,
-        parted=True, everybody=False, reason=reason, error=error, doubt=doubt, scale=scale,
-    )  # fmt: skip
+        alone.explained,
+        tuple(bool(flag) for flag in noisy),
+        leave_one_out_heads.chance(power),
+        cut,
+        steepness,
+        parted=True,
+        everybody=False,
+        reason=reason,
+        error=error,
+        doubt=doubt,
+        scale=scale,
+    )
 
 
-def record(state: State, scores: Sequence[Reply], wider: float = left_out.WIDER) -> State:
-    """Judges the clients that have answered, by the cut found before where it parted two groups; writes to the memo."""
+def record(
+    state: State, scores: Sequence[Reply], wider: float = leave_one_out_heads.WIDER
+) -> State:
+    """Judges the clients that have answered, by the cut found before where it parted
+    two groups; writes to the memo.
+    """
     memo = {**state.memo, "asked_in": state.round}
     before: Mapping[str, Any] = memo.get("detection", {})
     # Judged again: by the present model. What clients said of an earlier one is not on its scale.
     anew = bool(before.get("clients", {}).keys() & {str(reply.client) for reply in scores})
-    heads = _totals_there(state, anew or "detector" not in memo)  # what was asked for decides, not what came
-    usable = {str(reply.client): row for reply in scores if (row := _evidence(reply, state.classes, heads)) is not None}
+    # what was asked for decides, not what came
+    heads = _totals_there(state, anew or "detector" not in memo)
+    usable = {
+        str(reply.client): row
+        for reply in scores
+        if (row := _evidence(reply, state.classes, heads)) is not None
+    }
     if "pairs" in before and not heads and not anew:
         usable = {}  # the totals that those before were judged with are gone
     if not usable:
-        message = f"round {state.round + 1}: no client could be scored, those not known are not trusted"
+        message = (
+            f"round {state.round + 1}: no client could be scored, those not known are not trusted"
+        )
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return replace(state, memo=memo, stage="detection", notes={})
     model = scoring_model(state)
@@ -242,17 +306,30 @@ def record(state: State, scores: Sequence[Reply], wider: float = left_out.WIDER)
         found = judge(list(usable.values()), before)
         reason = before["reason"]
     else:
-        usable = {k: row for k, row in earlier.items() if None not in [row.get(name) for name in SENT]} | usable
+        usable = {
+            k: row for k, row in earlier.items() if None not in [row.get(name) for name in SENT]
+        } | usable
         found = judge(list(usable.values()), wider=wider)
         reason = found.reason
-    judged = {k: {**row, **found.row(i), "round": rounds[k]} for i, (k, row) in enumerate(usable.items())}
+    judged = {
+        k: {**row, **found.row(i), "round": rounds[k]} for i, (k, row) in enumerate(usable.items())
+    }
     memo["detection"] = {
-        "reason": reason, "cut": found.cut, "steepness": found.steepness, "parted": found.parted,
-        "round": before.get("round", state.round) if before.get("parted") == found.parted else state.round,
-        **({} if found.scale is None else {"pairs": numbers(found.scale.pairs), "mean": found.scale.mean}),
+        "reason": reason,
+        "cut": found.cut,
+        "steepness": found.steepness,
+        "parted": found.parted,
+        "round": before.get("round", state.round)
+        if before.get("parted") == found.parted
+        else state.round,
+        **(
+            {}
+            if found.scale is None
+            else {"pairs": numbers(found.scale.pairs), "mean": found.scale.mean}
+        ),
         **({"summed_in": memo[MOMENTS]["round"]} if heads else {}),
         "clients": {**earlier, **judged},
-    }  # fmt: skip
+    }
     if not before.get("parted"):
         memo["detector"] = {"everybody": found.everybody}
     kept = {**state.kept, SCORED: model}
@@ -261,15 +338,21 @@ def record(state: State, scores: Sequence[Reply], wider: float = left_out.WIDER)
 
 def can_reconsider(state: State) -> bool:
     """Whether heads have parted two groups, and nobody has looked again."""
-    return AGAIN not in state.memo and "pairs" in state.memo.get("detection", {}) and MOMENTS in state.kept
+    return (
+        AGAIN not in state.memo
+        and "pairs" in state.memo.get("detection", {})
+        and MOMENTS in state.kept
+    )
 
 
 def reconsider(state: State, scores: Sequence[Reply]) -> State:
-    """Judges everybody again; where that parts no two groups, or too few have answered, the first verdict stays.
+    """Judges everybody again; where that parts no two groups, or too few have
+    answered, the first verdict stays.
 
-    Who does not answer keeps the verdict it had. If nobody does, the second verdict is still to come.
+    Who does not answer keeps the verdict it had. If nobody does, the
+    second verdict is still to come.
     """
-    after, first = record(state, scores, left_out.PURGED_WIDER), state.memo["detection"]
+    after, first = record(state, scores, leave_one_out_heads.PURGED_WIDER), state.memo["detection"]
     found = after.memo["detection"]
     answered = found["clients"].keys() & first["clients"].keys() if found is not first else set()
     if "pairs" in found and 2 * len(answered) > len(first["clients"]):
@@ -286,7 +369,9 @@ def reconsider(state: State, scores: Sequence[Reply]) -> State:
 
 
 def _in_place_of(first: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """A second verdict, with those of the first who have not answered: their doubts are not on the scale of its cut."""
+    """A second verdict, with those of the first who have not answered: their doubts are
+    not on the scale of its cut.
+    """
     earlier = {
         k: {key: value for key, value in row.items() if key not in ("error", "doubt")}
         for k, row in first["clients"].items()
@@ -309,7 +394,10 @@ def _evidence(reply: Reply, classes: int, heads: bool) -> dict[str, Any] | None:
         return None
     if not ((counts >= 0) & (counts < math.inf)).all():
         return None
-    pairs, held = left_out.pairs_of(areas), left_out.pairs_of(np.outer(counts, counts)) > 0
+    pairs, held = (
+        leave_one_out_heads.pairs_of(areas),
+        leave_one_out_heads.pairs_of(np.outer(counts, counts)) > 0,
+    )
     if not np.where(held, (pairs >= 0) & (pairs <= 1), np.isnan(pairs)).all():
         return None
     return row | {AREAS: numbers(pairs), COUNTS: [int(n) for n in counts]}
@@ -329,7 +417,8 @@ def nobody_trusted(state: State) -> bool:
     found: Mapping[str, Any] | None = state.memo.get("detector")
     if found is None:
         return False
-    return bool(found["everybody"] if "everybody" in found else found["trust"] is None)  # in older checkpoints
+    # in older checkpoints
+    return bool(found["everybody"] if "everybody" in found else found["trust"] is None)
 
 
 def suspects(state: State, clients: Collection[int]) -> set[int]:

@@ -1,8 +1,8 @@
 """Verdicts about clients, as they are kept in a state's memo and written to detection.json.
 
-A client that has not been scored (it was absent, it failed, it sent NaN) counts as noisy until it is. It is
-asked again whenever it is drawn, and judged by the mixture already fitted, with the model that this mixture was
-fitted to: the losses of a later one are on another scale.
+A client that has not been scored (it was absent, it failed, it sent NaN) counts as noisy until it
+is. It is asked again whenever it is drawn, and judged by the mixture already fitted, with the model
+that this mixture was fitted to: the losses of a later one are on another scale.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 
 from fednoro.core.types import Clients, FedNoRoWarning, Reply, State, Weights
-from fednoro.detect import NoisyClientDetector
+from fednoro.detection.mixture_detector import NoisyClientDetector
 
 SCORED = "scored"  # among a state's kept models
 
 
 def unscored(state: State, clients: Clients) -> list[int]:
-    """Whom to score now, asked at most once a round: everyone at first, later those drawn who have no score yet."""
+    """Whom to score now, asked at most once a round: everyone at first, later those
+    drawn who have no score yet.
+    """
     if state.memo.get("asked_in") == state.round:
         return []
     known = {int(k) for k, row in _judged(state).items() if row["posterior"] is not None}
@@ -40,11 +42,16 @@ def verdicts(state: State) -> dict[int, bool]:
 
 
 def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) -> State:
-    """Fits `detector` to the clients' class losses, or uses the one fitted before; records what it says."""
+    """Fits `detector` to the clients' class losses, or uses the one fitted
+    before; records what it says.
+    """
     memo = {**state.memo, "asked_in": state.round}
     scores = _well_formed(scores, state.classes)
     if not scores:
-        message = f"round {state.round + 1}: no client could be scored, those not known are treated as noisy"
+        message = (
+            f"round {state.round + 1}: no client could be scored, those not known are "
+            "treated as noisy"
+        )
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return replace(state, memo=memo, stage="detection", notes={})
     rows = {
@@ -58,10 +65,13 @@ def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) 
     fitted = memo.get("detector", {}).get("mixture") is not None
     if not fitted:  # with a late client there may be two groups: everybody known is judged anew
         rows = {**_judged(state), **rows}
-    losses = np.array([row["losses"] for row in rows.values()], dtype=np.float64)  # None becomes NaN
+    # None becomes NaN
+    losses = np.array([row["losses"] for row in rows.values()], dtype=np.float64)
     counts = np.array([row["counts"] for row in rows.values()], dtype=np.float64)
     if fitted:
-        noisy, posterior = NoisyClientDetector.from_dict(memo["detector"]).predict(losses, counts, list(rows))
+        noisy, posterior = NoisyClientDetector.from_dict(memo["detector"]).predict(
+            losses, counts, list(rows)
+        )
         reason = memo["detection"]["reason"]
     else:
         detector.fit(losses, counts, list(rows))
@@ -84,7 +94,10 @@ def _well_formed(scores: Sequence[Reply], classes: int) -> list[Reply]:
         if shapes == [(classes,)] * 2 and not np.isnan(reply.arrays["counts"]).any():
             kept.append(reply)
         else:
-            message = f"client {reply.client} sent no loss and count for each of {classes} classes: it is not scored"
+            message = (
+                f"client {reply.client} sent no loss and count for each of {classes} "
+                "classes: it is not scored"
+            )
             warnings.warn(message, FedNoRoWarning, stacklevel=3)
     return kept
 

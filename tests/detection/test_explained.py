@@ -1,4 +1,6 @@
-"""Verdicts by explained shares: where the cut lies, who is flagged, and what clients without anything to tell say."""
+"""Verdicts by explained shares: where the cut lies, who is flagged, and what clients
+without anything to tell say.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,7 @@ from hypothesis import strategies as st
 
 from fednoro.core.losses import log_prior
 from fednoro.core.types import Task
-from fednoro.engine import EagerEngine
-from fednoro.explained import (
+from fednoro.detection.explained import (
     EVIDENCE,
     SENT,
     WATCH,
@@ -38,6 +39,7 @@ from fednoro.explained import (
     watch,
     watching,
 )
+from fednoro.engine import EagerEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,7 +96,8 @@ def test_a_cut_that_is_given_is_used(shares: list[float], cut: float, steepness:
     assert found.posterior.tolist() == pytest.approx(expected, rel=1e-9)
 
 
-FAR = (0.02, 0.03, 0.03, 0.04, 0.14, 0.15, 0.16, 0.17)  # in two groups, though little is explained yet
+# in two groups, though little is explained yet
+FAR = (0.02, 0.03, 0.03, 0.04, 0.14, 0.15, 0.16, 0.17)
 
 
 @pytest.mark.parametrize(
@@ -102,16 +105,30 @@ FAR = (0.02, 0.03, 0.03, 0.04, 0.14, 0.15, 0.16, 0.17)  # in two groups, though 
     [
         (CLEAN, 0, "nobody flagged: explained shares 0.46 to 0.60, cut at 0.38"),
         (NOISY, 6, "everybody flagged: explained shares 0.08 to 0.24, cut at 0.42"),
-        ((*NOISY, *CLEAN), 6, "6 of 14 clients flagged: explained shares 0.08 to 0.60, cut at 0.35"),
-        ((NOISY[0], *CLEAN), 1, "1 of 9 clients flagged: explained shares 0.08 to 0.60, cut at 0.27"),
-        ((*NOISY, *CLEAN[:2]), 6, "6 of 8 clients flagged: explained shares 0.08 to 0.48, cut at 0.35"),
+        (
+            (*NOISY, *CLEAN),
+            6,
+            "6 of 14 clients flagged: explained shares 0.08 to 0.60, cut at 0.35",
+        ),
+        (
+            (NOISY[0], *CLEAN),
+            1,
+            "1 of 9 clients flagged: explained shares 0.08 to 0.60, cut at 0.27",
+        ),
+        (
+            (*NOISY, *CLEAN[:2]),
+            6,
+            "6 of 8 clients flagged: explained shares 0.08 to 0.48, cut at 0.35",
+        ),
         (FAR, 4, "4 of 8 clients flagged: explained shares 0.02 to 0.17, cut at 0.09"),
         ((0.9,), 0, "nobody flagged: explained shares 0.90, cut at 0.65"),
         ((0.1,), 1, "everybody flagged: explained shares 0.10, cut at 0.42"),
         ((0.2, 0.8), 1, "1 of 2 clients flagged: explained shares 0.20 to 0.80, cut at 0.50"),
     ],
 )
-def test_the_answer_may_be_nobody_some_or_everybody(shares: tuple[float, ...], flagged: int, said: str) -> None:
+def test_the_answer_may_be_nobody_some_or_everybody(
+    shares: tuple[float, ...], flagged: int, said: str
+) -> None:
     found = judge(rows(shares))
     assert [k for k, noisy in enumerate(found.noisy) if noisy] == list(range(flagged))
     assert found.reason == said + " (or the warm-up was too short to tell)" * found.everybody
@@ -125,7 +142,8 @@ def test_clients_of_one_kind_are_not_parted(seed: int, clients: int, level: floa
 
 
 @pytest.mark.parametrize(
-    "shares", [(0.9, 0.62), (0.9, 0.85, 0.6), (0.95, 0.9, 0.88, 0.62), (0.03, 0.0), (0.0, 0.04, 0.02)]
+    "shares",
+    [(0.9, 0.62), (0.9, 0.85, 0.6), (0.95, 0.9, 0.88, 0.62), (0.03, 0.0), (0.0, 0.04, 0.02)],
 )
 def test_few_clients_are_parted_only_if_they_differ_much(shares: tuple[float, ...]) -> None:
     assert len(set(judge(rows(shares)).noisy)) == 1
@@ -139,7 +157,9 @@ def test_one_client_far_out_hides_no_other(left: float) -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(2, 20), st.integers(2, 20), st.floats(0.45, 0.9))
-def test_noisy_clients_that_explain_half_are_found(seed: int, noisy: int, clean: int, level: float) -> None:
+def test_noisy_clients_that_explain_half_are_found(
+    seed: int, noisy: int, clean: int, level: float
+) -> None:
     rng = np.random.default_rng(seed)
     upper = level * (1 + 0.06 * rng.standard_normal(clean).clip(-2, 2))
     lower = 0.45 * level * (1 + 0.06 * rng.standard_normal(noisy).clip(-2, 2))
@@ -191,10 +211,15 @@ def test_labels_without_entropy_leave_nothing(labels: list[int]) -> None:
     assert judge([list(reply.metrics.values())]).noisy == (False,)
 
 
-def test_the_smallest_of_each_measure_is_kept_and_no_number_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_of_each_measure_is_kept_and_no_number_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here = site(ORDINARY)
     measured = iter([[0.8, 0.9], [0.5, 1.0], [math.nan] * 2, [0.7, 0.6]])
-    monkeypatch.setattr("fednoro.explained.measure", lambda *_: torch.tensor(next(measured), dtype=torch.float64))
+    monkeypatch.setattr(
+        "fednoro.detection.explained.measure",
+        lambda *_: torch.tensor(next(measured), dtype=torch.float64),
+    )
     kept = []
     for _ in range(4):
         watch(task(), here, start().model)
@@ -209,8 +234,12 @@ def test_a_client_says_what_it_has_watched_and_measures_only_if_it_has_not() -> 
     assert reply.metrics == dict(zip(SENT, [0.25, 0.75], strict=True))
     assert reply.weights is None and not reply.arrays
     here.memory[EVIDENCE] = torch.tensor([9.0, 0.75], dtype=torch.float64)
-    received = left_over(here.logits(task("score"), start().model), here.labels, log_prior(here.counts))
-    assert score(task("score"), here).metrics == dict(zip(SENT, [received.item(), 0.75], strict=True))
+    received = left_over(
+        here.logits(task("score"), start().model), here.labels, log_prior(here.counts)
+    )
+    assert score(task("score"), here).metrics == dict(
+        zip(SENT, [received.item(), 0.75], strict=True)
+    )
     here.memory.clear()
     fresh = score(task("score"), here).metrics
     assert all(0 < value < 5 for value in fresh.values()) and EVIDENCE in here.memory

@@ -1,4 +1,6 @@
-"""The rule that judges clients by heads learnt from others: its parts against slow derivations, and planted groups."""
+"""The rule that judges clients by heads learnt from others: its parts against slow
+derivations, and planted groups.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednoro import left_out as rule
+from fednoro.detection import leave_one_out_heads as rule
 
 SIGNS = [[1, 1, 0, 0, 1, 0, 1, 0], [1, 0, 0, 1, 1, 1, 0, 1], [0, 0, 1, 0, 1, 0, 0, 1]]
 
 
-def sites(count: int = 4, features: int = 5, classes: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def sites(
+    count: int = 4, features: int = 5, classes: int = 3
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     rng = torch.Generator().manual_seed(count)
     return [
-        (torch.randn(30 + k, features, generator=rng), torch.randint(0, classes, (30 + k,), generator=rng))
+        (
+            torch.randn(30 + k, features, generator=rng),
+            torch.randint(0, classes, (30 + k,), generator=rng),
+        )
         for k in range(count)
     ]
 
@@ -29,7 +36,9 @@ def test_the_head_is_ridge_regression_on_the_others() -> None:
     sums = [sum(part) for part in zip(*(rule.moments(x, y, classes) for x, y in data), strict=True)]
     for k, (x, y) in enumerate(data):
         others = torch.cat([x for j, (x, _) in enumerate(data) if j != k]).double()
-        labels = torch.cat([torch.eye(classes).double()[y] for j, (_, y) in enumerate(data) if j != k])
+        labels = torch.cat(
+            [torch.eye(classes).double()[y] for j, (_, y) in enumerate(data) if j != k]
+        )
         centred, level = others - others.mean(0), labels.mean(0)
         penalty = rule.RIDGE * (centred**2).sum() / others.shape[1]
         # Least squares with rows that pull towards zero: the intercept is free.
@@ -47,7 +56,8 @@ def test_the_head_is_ridge_regression_on_the_others() -> None:
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 25), steps=st.integers(1, 6))
 def test_areas_count_pairs_of_images(seed: int, size: int, steps: int) -> None:
     rng = np.random.default_rng(seed)
-    outputs, labels = rng.integers(0, steps + 1, (size, 3)).astype(float), rng.integers(0, 3, size)  # with ties
+    # with ties
+    outputs, labels = rng.integers(0, steps + 1, (size, 3)).astype(float), rng.integers(0, 3, size)
     found = rule.areas(outputs, labels)
     np.testing.assert_array_equal(found, found.T)
     assert np.isnan(np.diag(found)).all()
@@ -71,7 +81,8 @@ def test_sketches_are_sums_with_the_same_signs_everywhere() -> None:
     assert found.shape == (50, 64) and found.dtype == torch.float64
     assert (eye.abs() == 1 / 8).all() and abs(float(eye.sum())) < 4 * 512**0.5
     torch.testing.assert_close(found, x.double() @ eye)
-    assert (eye[:3, :8] > 0).int().tolist() == SIGNS  # sites and servers of other versions and machines draw the same
+    # sites and servers of other versions and machines draw the same
+    assert (eye[:3, :8] > 0).int().tolist() == SIGNS
     assert len({tuple(column) for column in eye.t().tolist()}) == 64
 
 
@@ -79,7 +90,9 @@ def test_sketches_are_sums_with_the_same_signs_everywhere() -> None:
 def test_sketches_keep_distances_about_as_they_are(wide: int) -> None:
     torch.manual_seed(1)
     x = torch.randn(40, wide).double()
-    before, after = (torch.cdist(part, part)[*torch.triu_indices(40, 40, 1)] for part in (x, rule.sketch(x, 64)))
+    before, after = (
+        torch.cdist(part, part)[*torch.triu_indices(40, 40, 1)] for part in (x, rule.sketch(x, 64))
+    )
     ratio = after / before
     assert ratio.mean() == pytest.approx(1, abs=0.05) and ratio.std() < 0.15
 
@@ -173,7 +186,9 @@ def test_the_cut_is_the_likeliest_of_all(error: list[float]) -> None:
 
 
 def test_a_long_tail_is_not_a_group() -> None:
-    """As in a federation of noisy clients alone: the best of them err half as much as the others, one by one."""
+    """As in a federation of noisy clients alone: the best of them err half as
+    much as the others, one by one.
+    """
     error = np.geomspace(0.1, 0.7, 20)
     assert cut_of(error, np.linspace(0.4, 0.2, 20)) is None
 
@@ -185,7 +200,9 @@ def test_groups_that_are_hardly_likelier_are_believed_in_where_one_explains_much
     clean = [0.12, 0.2, 0.22, 0.22, 0.24, 0.28]
     noisy = [0.32, 0.32, 0.33, 0.34, 0.35, 0.37, 0.38, 0.44, 0.54, 0.57, 0.59, 0.61, 0.7, 0.76]
     error, explained = np.array(clean + noisy), np.where(np.arange(20) < 6, 0.45, 0.45 * less)
-    found = rule.likeliest(np.log(rule.doubts(error, explained)), range(2, 20), rule.VARIANCE, rule.WIDER)
+    found = rule.likeliest(
+        np.log(rule.doubts(error, explained)), range(2, 20), rule.VARIANCE, rule.WIDER
+    )
     assert found is not None and found[0] == 6 and rule.STILL_LIKELIER < found[1] < rule.LIKELIER
     assert cut_of(error, explained) == ([k >= 6 for k in range(20)] if parted else None)
 
@@ -209,7 +226,12 @@ def test_noisy_clients_explain_less(level: float, parted: bool) -> None:
 
 @pytest.mark.parametrize(
     ("level", "less", "error", "parted"),
-    [(0.29, 0.15, 0.3, True), (0.27, 0.15, 0.3, False), (0.27, 0.15, 0.5, True), (0.27, 0.13, 0.3, True)],
+    [
+        (0.29, 0.15, 0.3, True),
+        (0.27, 0.15, 0.3, False),
+        (0.27, 0.15, 0.5, True),
+        (0.27, 0.13, 0.3, True),
+    ],
     ids=["something", "next to nothing", "four times the error", "twice what the others explain"],
 )
 def test_trusted_clients_explain_something_unless_the_groups_are_far_apart(
@@ -220,10 +242,17 @@ def test_trusted_clients_explain_something_unless_the_groups_are_far_apart(
 
 
 @pytest.mark.parametrize(("spread", "parted"), [(1.75, False), (1.6, True)])
-def test_half_of_what_others_explain_is_enough_only_for_groups_that_are_far_apart(spread: float, parted: bool) -> None:
+def test_half_of_what_others_explain_is_enough_only_for_groups_that_are_far_apart(
+    spread: float, parted: bool
+) -> None:
     scatter = np.geomspace(1 / spread, spread, 10)
-    error, explained = np.concatenate([0.15 * scatter, 0.5 * scatter]), np.where(HALF == BETTER, 0.27, 0.1)
-    found = rule.likeliest(np.log(rule.doubts(error, explained)), range(2, 20), rule.VARIANCE, rule.WIDER)
+    error, explained = (
+        np.concatenate([0.15 * scatter, 0.5 * scatter]),
+        np.where(HALF == BETTER, 0.27, 0.1),
+    )
+    found = rule.likeliest(
+        np.log(rule.doubts(error, explained)), range(2, 20), rule.VARIANCE, rule.WIDER
+    )
     assert found is not None and found[0] == 10 and (found[1] >= rule.HALF_LIKELIER) == parted
     assert (cut_of(error, explained) is not None) == parted
 

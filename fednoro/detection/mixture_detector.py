@@ -1,9 +1,10 @@
-"""Which clients have noisy labels: per-class losses → fill → normalise → Gaussian mixture → verdicts.
+"""Which clients have noisy labels: per-class losses → fill → normalise →
+Gaussian mixture → verdicts.
 
-Wu et al., "FedNoRo", IJCAI 2023, section 4.1. Each client scores its own data with the global model; l_k^c
-is client k's mean loss on class c. A class it does not hold takes the smallest loss of that class, each class
-is scaled to [0, 1], and a two-component mixture splits the K×C matrix. The component whose mean is larger
-is the noisy one.
+Wu et al., "FedNoRo", IJCAI 2023, section 4.1. Each client scores its own data with the global
+model; l_k^c is client k's mean loss on class c. A class it does not hold takes the smallest loss of
+that class, each class is scaled to [0, 1], and a two-component mixture splits the K×C matrix. The
+component whose mean is larger is the noisy one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import ArrayLike
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # comes with scikit-learn
 
 from fednoro.core.types import BoolArray, FedNoRoWarning, FloatArray, UserError
-from fednoro.mixture import fit_mixtures, starting_points
+from fednoro.detection.mixture import fit_mixtures, starting_points
 
 Behaviour = Literal["paper", "reference"]
 Covariance = Literal["full", "diag", "spherical", "tied"]
@@ -45,9 +46,10 @@ class NoisyClientDetector:
     """Splits clients into clean and noisy by their per-class losses.
 
     Args:
-        behaviour: "paper" is one fit with `seed`, and the noisy component has the larger norm of the mean;
-            "reference" is the authors' code: nine fits with seeds 0 to 8, of which the most frequent set of
-            flagged clients wins, and the noisy component has the larger sum of the mean.
+        behaviour: "paper" is one fit with `seed`, and the noisy component has the larger
+            norm of the mean; "reference" is the authors' code: nine fits with seeds 0 to 8,
+            of which the most frequent set of flagged clients wins, and the noisy component
+            has the larger sum of the mean.
         covariance: the mixture's covariance type, as in scikit-learn.
         normalise: scale each class to [0, 1] before the fit.
         seed: of the mixture's initialisation under "paper".
@@ -56,9 +58,10 @@ class NoisyClientDetector:
         noisy_: the verdicts, K. A client that cannot be scored is not trusted and counts as noisy.
         posterior_: probability of the noisy component, K; NaN for a client that cannot be scored.
         scored_: whether the client's losses could be used, K.
-        filled_: losses with missing classes filled, K×C; NaN rows for clients that cannot be scored.
-        normalised_: what the mixture was fitted to, K×C.
-        low_, high_: smallest and largest loss of each class, C; they scale the clients that come later.
+        filled_: losses with missing classes filled, K×C; NaN rows for
+            clients that cannot be scored.
+        normalised_: what the mixture was fitted to, K×C. low_, high_: smallest and largest loss of
+            each class, C; they scale the clients that come later.
         mixture_: the chosen mixture, None where no two groups were found.
         noisy_component_: the index of its noisy component.
         reason_: the outcome in one sentence.
@@ -76,15 +79,32 @@ class NoisyClientDetector:
     reason_: str
 
     def __init__(
-        self, behaviour: Behaviour = "paper", covariance: Covariance = "full", normalise: bool = True, seed: int = 0
+        self,
+        behaviour: Behaviour = "paper",
+        covariance: Covariance = "full",
+        normalise: bool = True,
+        seed: int = 0,
     ) -> None:
-        for name, value, names in (("behaviour", behaviour, Behaviour), ("covariance", covariance, Covariance)):
+        for name, value, names in (
+            ("behaviour", behaviour, Behaviour),
+            ("covariance", covariance, Covariance),
+        ):
             if value not in get_args(names):
-                raise UserError(f"{name} must be one of {', '.join(get_args(names))}, got {value!r}")
-        self.behaviour, self.covariance, self.normalise, self.seed = behaviour, covariance, normalise, seed
+                raise UserError(
+                    f"{name} must be one of {', '.join(get_args(names))}, got {value!r}"
+                )
+        self.behaviour, self.covariance, self.normalise, self.seed = (
+            behaviour,
+            covariance,
+            normalise,
+            seed,
+        )
 
-    def fit(self, losses: ArrayLike, counts: ArrayLike | None = None, names: Sequence[str] | None = None) -> Self:
-        """Fits the mixture to K×C mean losses; missing are NaNs and, with `counts` given, classes without samples.
+    def fit(
+        self, losses: ArrayLike, counts: ArrayLike | None = None, names: Sequence[str] | None = None
+    ) -> Self:
+        """Fits the mixture to K×C mean losses; missing are NaNs and, with `counts`
+        given, classes without samples.
 
         Args:
             losses: mean loss of each client on each of its classes.
@@ -109,7 +129,10 @@ class NoisyClientDetector:
             if unheld.any():
                 _warn(f"classes held by nobody, counted as loss 0: {_listed(unheld)}")
             if (flat := ~unheld & (self.low_ == self.high_)).any():
-                _warn(f"classes with the same loss at every client, which tell nothing: {_listed(flat)}")
+                _warn(
+                    "classes with the same loss at every client, which tell nothing: "
+                    f"{_listed(flat)}"
+                )
             self.reason_ = self._split(points)
         self.noisy_, self.posterior_ = self._judge(self.normalised_)
         if self.mixture_ is None:
@@ -122,11 +145,15 @@ class NoisyClientDetector:
     def predict(
         self, losses: ArrayLike, counts: ArrayLike | None = None, names: Sequence[str] | None = None
     ) -> tuple[BoolArray, FloatArray]:
-        """Verdicts and posteriors of clients that come later, on the scale and under the mixture of the fit."""
+        """Verdicts and posteriors of clients that come later, on the scale and
+        under the mixture of the fit.
+        """
         self._check_fitted()
         table, scored = _read(losses, counts)
         if table.shape[1] != len(self.low_):
-            raise UserError(f"losses must have {len(self.low_)} classes as in fit, got {table.shape[1]}")
+            raise UserError(
+                f"losses must have {len(self.low_)} classes as in fit, got {table.shape[1]}"
+            )
         if not scored.all():
             _warn(f"clients without usable scores, not trusted: {_listed(~scored, names)}")
         rows = np.where(np.isnan(table), self.low_, table)
@@ -137,8 +164,12 @@ class NoisyClientDetector:
         """The fitted detector as JSON values."""
         self._check_fitted()
         return {
-            "options": {name: getattr(self, name) for name in ("behaviour", "covariance", "normalise", "seed")},
-            "mixture": self.mixture_ and {name: _plain(getattr(self.mixture_, name)) for name in _MIXTURE},
+            "options": {
+                name: getattr(self, name)
+                for name in ("behaviour", "covariance", "normalise", "seed")
+            },
+            "mixture": self.mixture_
+            and {name: _plain(getattr(self.mixture_, name)) for name in _MIXTURE},
             "noisy_component": self.noisy_component_,
             "reason": self.reason_,
             **{name: _plain(getattr(self, name)) for name in _ARRAYS},
@@ -153,9 +184,12 @@ class NoisyClientDetector:
         if state["mixture"] is not None:
             if "covariances_" not in state["mixture"]:
                 raise UserError(
-                    "the verdicts of this run are an earlier version's, which cannot judge clients who come late"
+                    "the verdicts of this run are an earlier version's, which cannot judge "
+                    "clients who come late"
                 )
-            weights, means, covariances = (np.array(state["mixture"][name], dtype=np.float64) for name in _MIXTURE)
+            weights, means, covariances = (
+                np.array(state["mixture"][name], dtype=np.float64) for name in _MIXTURE
+            )
             detector.mixture_ = Mixture(weights, means, covariances, detector.covariance)
         for name in _ARRAYS:
             dtype = np.bool_ if name in ("noisy_", "scored_") else np.float64
@@ -169,13 +203,18 @@ class NoisyClientDetector:
         for seed in (self.seed,) if paper else _REFERENCE_SEEDS:
             mixture = _fit_mixture(points, self.covariance, seed)
             if mixture is not None:
-                sizes = np.linalg.norm(mixture.means_, axis=1) if paper else mixture.means_.sum(axis=1)
+                sizes = (
+                    np.linalg.norm(mixture.means_, axis=1) if paper else mixture.means_.sum(axis=1)
+                )
                 noisy = int(np.argmax(sizes))
-                votes.append(((mixture.predict_proba(points)[:, noisy] > 0.5).tolist(), mixture, noisy))
+                votes.append(
+                    ((mixture.predict_proba(points)[:, noisy] > 0.5).tolist(), mixture, noisy)
+                )
         if not votes:
             return "the mixture could not be fitted: nobody flagged"
         verdicts = [vote[0] for vote in votes]
-        flagged, mixture, noisy = max(votes, key=lambda vote: verdicts.count(vote[0]))  # the first on ties
+        # the first on ties
+        flagged, mixture, noisy = max(votes, key=lambda vote: verdicts.count(vote[0]))
         if all(flagged) or not any(flagged):
             return f"the mixture put all {len(points)} clients in one component: nobody flagged"
         self.mixture_, self.noisy_component_ = mixture, noisy
@@ -188,7 +227,9 @@ class NoisyClientDetector:
         if self.mixture_ is None:
             posterior[finite] = 0.0
         elif finite.any():
-            posterior[finite] = self.mixture_.predict_proba(points[finite])[:, self.noisy_component_]
+            posterior[finite] = self.mixture_.predict_proba(points[finite])[
+                :, self.noisy_component_
+            ]
         return ~(posterior <= 0.5), posterior
 
     def _check_fitted(self) -> None:
@@ -197,14 +238,18 @@ class NoisyClientDetector:
 
 
 def _read(losses: ArrayLike, counts: ArrayLike | None) -> tuple[FloatArray, BoolArray]:
-    """Losses with NaN for missing, and which clients are usable: some class held, and no held class broken."""
+    """Losses with NaN for missing, and which clients are usable: some class
+    held, and no held class broken.
+    """
     try:
         table = np.array(losses, dtype=np.float64)
         held = ~np.isnan(table) if counts is None else np.asarray(counts, dtype=np.float64) > 0
     except (TypeError, ValueError) as error:
         raise UserError(f"losses and counts must be K×C numbers: {error}") from None
     if table.ndim != 2 or not table.size:
-        raise UserError(f"losses must be K×C with at least one client and one class, got shape {table.shape}")
+        raise UserError(
+            f"losses must be K×C with at least one client and one class, got shape {table.shape}"
+        )
     if held.shape != table.shape:
         raise UserError(f"counts must have the shape of losses, {table.shape}, got {held.shape}")
     table[~held] = np.nan
@@ -213,8 +258,11 @@ def _read(losses: ArrayLike, counts: ArrayLike | None) -> tuple[FloatArray, Bool
 
 
 def _scale(losses: FloatArray, low: FloatArray, high: FloatArray) -> FloatArray:
-    with np.errstate(over="ignore"):  # a later client far out of scale becomes inf, which `_judge` knows
-        scaled: FloatArray = np.divide(losses - low, high - low, out=np.zeros_like(losses), where=high > low)
+    with np.errstate(over="ignore"):
+        # a later client far out of scale becomes inf, which `_judge` knows
+        scaled: FloatArray = np.divide(
+            losses - low, high - low, out=np.zeros_like(losses), where=high > low
+        )
     return scaled
 
 
@@ -230,7 +278,9 @@ class Mixture:
     def predict_proba(self, points: FloatArray) -> FloatArray:
         """Posteriors of the components, K×M; NaN for a point that is too far from all of them."""
         with np.errstate(all="ignore"):
-            log_joint = np.stack([self._log_joint(m, points) for m in range(len(self.weights_))], axis=1)
+            log_joint = np.stack(
+                [self._log_joint(m, points) for m in range(len(self.weights_))], axis=1
+            )
             share = np.exp(log_joint - log_joint.max(axis=1, keepdims=True))
             posterior: FloatArray = share / share.sum(axis=1, keepdims=True)
         return posterior
@@ -269,9 +319,11 @@ def _fit_tied(points: FloatArray, seed: int) -> Mixture | None:
     from sklearn.exceptions import ConvergenceWarning  # seconds, for which other runs need not wait
     from sklearn.mixture import GaussianMixture
 
-    # Threads cost far more than they bring on tables of this size, and one thread adds up in one order.
+    # Threads cost far more than they bring on tables of this size, and one
+    # thread adds up in one order.
     with threadpool_limits(1), warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore", ConvergenceWarning)  # the verdicts show whether a split is of use
+        # the verdicts show whether a split is of use
+        warnings.simplefilter("ignore", ConvergenceWarning)
         try:
             fit = GaussianMixture(2, covariance_type="tied", random_state=seed % 2**32).fit(points)
         except ValueError:

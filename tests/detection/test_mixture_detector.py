@@ -15,7 +15,13 @@ from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_limits
 
 from fednoro.core.types import BoolArray, FedNoRoWarning, FloatArray, UserError
-from fednoro.detect import Behaviour, Covariance, NoisyClientDetector, fill_missing, min_max
+from fednoro.detection.mixture_detector import (
+    Behaviour,
+    Covariance,
+    NoisyClientDetector,
+    fill_missing,
+    min_max,
+)
 
 BEHAVIOURS: tuple[Behaviour, ...] = get_args(Behaviour)
 COVARIANCES: tuple[Covariance, ...] = get_args(Covariance)
@@ -36,7 +42,9 @@ def federation(
     rng = np.random.default_rng(seed)
     truth = np.zeros(k, dtype=np.bool_)
     truth[rng.choice(k, noisy, replace=False)] = True
-    losses = np.where(truth[:, None], 2.0, 0.4) * rng.uniform(0.5, 2, c) + rng.normal(scale=0.04, size=(k, c))
+    losses = np.where(truth[:, None], 2.0, 0.4) * rng.uniform(0.5, 2, c) + rng.normal(
+        scale=0.04, size=(k, c)
+    )
     gone = rng.random((k, c)) < missing
     gone[:, 0] = False
     losses[gone] = NAN
@@ -73,7 +81,9 @@ def test_a_separated_federation_is_recovered_exactly(
 ) -> None:
     for seed in range(3):
         losses, truth = federation(seed, missing=0.0)
-        detector = fit_silently(losses, behaviour=behaviour, covariance=covariance, normalise=normalise, seed=seed)
+        detector = fit_silently(
+            losses, behaviour=behaviour, covariance=covariance, normalise=normalise, seed=seed
+        )
         assert detector.noisy_.tolist() == truth.tolist()
         assert detector.scored_.all()
         assert detector.reason_ == "8 of 20 clients flagged by a two-component mixture"
@@ -83,7 +93,10 @@ def test_a_separated_federation_is_recovered_exactly(
 def test_few_missing_classes_do_not_hide_the_split(behaviour: Behaviour) -> None:
     losses, truth = federation(missing=0.05)
     assert np.isnan(losses).any()
-    assert fit_silently(losses, behaviour=behaviour, covariance="spherical").noisy_.tolist() == truth.tolist()
+    assert (
+        fit_silently(losses, behaviour=behaviour, covariance="spherical").noisy_.tolist()
+        == truth.tolist()
+    )
 
 
 def test_the_steps_are_kept() -> None:
@@ -96,12 +109,17 @@ def test_the_steps_are_kept() -> None:
 
 @pytest.mark.parametrize("covariance", COVARIANCES)
 @pytest.mark.parametrize("seed", [0, 7])
-def test_the_paper_flags_the_component_whose_mean_has_the_larger_norm(covariance: Covariance, seed: int) -> None:
-    points = min_max(np.random.default_rng(5).random((20, 4)))  # no clear split: seeds and rules matter
+def test_the_paper_flags_the_component_whose_mean_has_the_larger_norm(
+    covariance: Covariance, seed: int
+) -> None:
+    # no clear split: seeds and rules matter
+    points = min_max(np.random.default_rng(5).random((20, 4)))
     mixture = GaussianMixture(2, covariance_type=covariance, random_state=seed).fit(points)
     noisy = int(np.argmax([np.sqrt(sum(v**2 for v in mean)) for mean in mixture.means_]))
     detector = fit(points, covariance=covariance, seed=seed)
-    np.testing.assert_allclose(detector.posterior_, mixture.predict_proba(points)[:, noisy], rtol=1e-9)
+    np.testing.assert_allclose(
+        detector.posterior_, mixture.predict_proba(points)[:, noisy], rtol=1e-9
+    )
     np.testing.assert_array_equal(detector.noisy_, mixture.predict(points) == noisy)
 
 
@@ -131,13 +149,18 @@ def test_paper_and_reference_can_disagree_on_the_noisy_component() -> None:
     flat = np.array([0.4, 0.4, 0.4]) + rng.normal(scale=0.01, size=(6, 3))  # norm .7, sum 1.2
     losses = np.vstack([low, flat])
     assert fit(losses, normalise=False).noisy_.tolist() == [True] * 6 + [False] * 6
-    assert fit(losses, normalise=False, behaviour="reference").noisy_.tolist() == [False] * 6 + [True] * 6
+    assert (
+        fit(losses, normalise=False, behaviour="reference").noisy_.tolist()
+        == [False] * 6 + [True] * 6
+    )
 
 
 def test_a_class_with_count_zero_is_missing_whatever_its_loss() -> None:
     losses, _ = federation()
     counts = np.where(np.isnan(losses), 0, 10)
-    lying = np.where(np.isnan(losses), np.random.default_rng(0).choice([0.0, INF, 99.0], losses.shape), losses)
+    lying = np.where(
+        np.isnan(losses), np.random.default_rng(0).choice([0.0, INF, 99.0], losses.shape), losses
+    )
     detector, told = fit_silently(losses), fit_silently(lying, counts)
     np.testing.assert_array_equal(told.filled_, detector.filled_)
     np.testing.assert_array_equal(told.posterior_, detector.posterior_)
@@ -160,7 +183,9 @@ def test_predict_repeats_the_fit_and_survives_json(
     losses[2, 3] = NAN
     losses[5, 1] = INF
     detector = fit(losses, behaviour=behaviour, covariance=covariance, normalise=normalise, seed=4)
-    restored = NoisyClientDetector.from_dict(json.loads(json.dumps(detector.to_dict(), allow_nan=False)))
+    restored = NoisyClientDetector.from_dict(
+        json.loads(json.dumps(detector.to_dict(), allow_nan=False))
+    )
     later = np.vstack([federation(9)[0], losses])
     for one in (detector, restored):
         noisy, posterior = one.predict(losses)
@@ -182,7 +207,9 @@ def test_later_clients_are_filled_and_scaled_as_in_the_fit_without_clipping() ->
     scaled = (late - losses.min(axis=0)) / (losses.max(axis=0) - losses.min(axis=0))
     scaled[1] = 0.0
     noisy, posterior = detector.predict(late[None])
-    assert posterior[0] == detector.mixture_.predict_proba(scaled[None])[0, detector.noisy_component_]
+    assert (
+        posterior[0] == detector.mixture_.predict_proba(scaled[None])[0, detector.noisy_component_]
+    )
     assert noisy.tolist() == [True]
     assert detector.predict(losses.min(axis=0)[None])[0].tolist() == [False]
     assert (scaled > 1).any()
@@ -199,7 +226,8 @@ def test_a_later_client_that_cannot_be_scored_is_not_trusted() -> None:
     assert posterior[1] == pytest.approx(detector.posterior_[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("scale", [1e-200, 1e-100])  # its scaled losses overflow, or their squares do
+# its scaled losses overflow, or their squares do
+@pytest.mark.parametrize("scale", [1e-200, 1e-100])
 def test_a_later_client_beyond_all_scales_is_not_trusted(scale: float) -> None:
     noisy, posterior = fit(federation(missing=0.0)[0] * scale).predict([[1e149] * 5])
     assert noisy.tolist() == [True]
@@ -233,7 +261,9 @@ def test_no_usable_client_at_all_still_gives_a_detector_that_can_be_stored() -> 
         detector = fit([[NAN, NAN], [INF, 1.0]])
     assert detector.noisy_.tolist() == [True, True]
     assert np.isnan(detector.posterior_).all()
-    restored = NoisyClientDetector.from_dict(json.loads(json.dumps(detector.to_dict(), allow_nan=False)))
+    restored = NoisyClientDetector.from_dict(
+        json.loads(json.dumps(detector.to_dict(), allow_nan=False))
+    )
     assert restored.predict([[1.0, NAN]])[0].tolist() == [False]
 
 
@@ -302,7 +332,8 @@ def test_a_client_without_any_class_is_left_out_and_not_trusted() -> None:
 
 
 @pytest.mark.parametrize(
-    "losses", [[1.0, 2.0], 3.0, np.zeros((2, 2, 2)), np.zeros((0, 4)), np.zeros((4, 0)), [], [[1], [1, 2]]]
+    "losses",
+    [[1.0, 2.0], 3.0, np.zeros((2, 2, 2)), np.zeros((0, 4)), np.zeros((4, 0)), [], [[1], [1, 2]]],
 )
 def test_losses_that_are_no_table_are_an_error(losses: object) -> None:
     with pytest.raises(UserError, match="losses"):
@@ -310,14 +341,18 @@ def test_losses_that_are_no_table_are_an_error(losses: object) -> None:
 
 
 def test_counts_of_another_shape_are_an_error() -> None:
-    with pytest.raises(UserError, match=r"counts must have the shape of losses, \(2, 3\), got \(2, 2\)"):
+    with pytest.raises(
+        UserError, match=r"counts must have the shape of losses, \(2, 3\), got \(2, 2\)"
+    ):
         fit(np.ones((2, 3)), np.ones((2, 2)))
 
 
 def test_unknown_options_are_named() -> None:
     with pytest.raises(UserError, match="behaviour must be one of paper, reference, got 'papr'"):
         fit([[1.0]], behaviour="papr")
-    with pytest.raises(UserError, match="covariance must be one of full, diag, spherical, tied, got 'round'"):
+    with pytest.raises(
+        UserError, match="covariance must be one of full, diag, spherical, tied, got 'round'"
+    ):
         fit([[1.0]], covariance="round")
 
 
@@ -330,23 +365,43 @@ def tables(draw: st.DrawFn) -> FloatArray:
     k, c = draw(st.integers(1, 9)), draw(st.integers(1, 5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     scale = draw(st.sampled_from([1e-308, 1e-12, 1.0, 1e12, 1e75, 1e148, 1e300]))
-    losses = rng.choice([rng.exponential(size=(k, c)), rng.integers(0, 3, (k, c)).astype(float)]) * scale
+    losses = (
+        rng.choice([rng.exponential(size=(k, c)), rng.integers(0, 3, (k, c)).astype(float)]) * scale
+    )
     losses[rng.random((k, c)) < draw(st.sampled_from([0, 0.2, 0.7, 1]))] = NAN
-    losses[rng.random((k, c)) < draw(st.sampled_from([0, 0, 0.1]))] = draw(st.sampled_from([INF, -INF]))
+    losses[rng.random((k, c)) < draw(st.sampled_from([0, 0, 0.1]))] = draw(
+        st.sampled_from([INF, -INF])
+    )
     return losses
 
 
-@given(tables(), st.sampled_from(BEHAVIOURS), st.sampled_from(COVARIANCES), st.booleans(), st.booleans())
+@given(
+    tables(),
+    st.sampled_from(BEHAVIOURS),
+    st.sampled_from(COVARIANCES),
+    st.booleans(),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=120)
 def test_any_input_gives_verdicts(
-    losses: FloatArray, behaviour: Behaviour, covariance: Covariance, normalise: bool, with_counts: bool
+    losses: FloatArray,
+    behaviour: Behaviour,
+    covariance: Covariance,
+    normalise: bool,
+    with_counts: bool,
 ) -> None:
-    counts = np.random.default_rng(losses.size).integers(0, 3, losses.shape) if with_counts else None
+    counts = (
+        np.random.default_rng(losses.size).integers(0, 3, losses.shape) if with_counts else None
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # scikit-learn's and numpy's warnings must not leak
         warnings.simplefilter("ignore", FedNoRoWarning)
-        detector = fit(losses, counts, behaviour=behaviour, covariance=covariance, normalise=normalise)
-        again = NoisyClientDetector.from_dict(json.loads(json.dumps(detector.to_dict(), allow_nan=False)))
+        detector = fit(
+            losses, counts, behaviour=behaviour, covariance=covariance, normalise=normalise
+        )
+        again = NoisyClientDetector.from_dict(
+            json.loads(json.dumps(detector.to_dict(), allow_nan=False))
+        )
         noisy, posterior = again.predict(losses, counts)
     scored = detector.scored_
     assert detector.noisy_.shape == detector.posterior_.shape == scored.shape == losses.shape[:1]
@@ -362,7 +417,9 @@ def test_any_input_gives_verdicts(
 
 @given(st.integers(0, 2**32), st.sampled_from(BEHAVIOURS), st.data())
 @settings(deadline=None, max_examples=40)
-def test_a_positive_affine_map_of_a_class_changes_nothing(seed: int, behaviour: Behaviour, data: st.DataObject) -> None:
+def test_a_positive_affine_map_of_a_class_changes_nothing(
+    seed: int, behaviour: Behaviour, data: st.DataObject
+) -> None:
     rng = np.random.default_rng(seed)
     k, c = int(rng.integers(2, 12)), int(rng.integers(1, 5))
     losses = rng.integers(0, 256, (k, c)) / 64  # dyadic numbers, so that the map itself is exact
@@ -392,7 +449,9 @@ def test_the_order_of_classes_and_clients_does_not_matter(
 
 
 def test_a_seed_beyond_32_bits_still_finds_the_noisy_clients() -> None:
-    losses = np.concatenate([np.full((6, 3), 0.2), np.full((4, 3), 2.0)]) + np.linspace(0, 0.1, 30).reshape(10, 3)
+    losses = np.concatenate([np.full((6, 3), 0.2), np.full((4, 3), 2.0)]) + np.linspace(
+        0, 0.1, 30
+    ).reshape(10, 3)
     assert NoisyClientDetector(seed=2**40).fit(losses).noisy_.tolist() == [False] * 6 + [True] * 4
 
 

@@ -1,8 +1,11 @@
-"""Noisy-client indicators: what a client says about its data, and the K×D matrix that a mixture splits.
+"""Noisy-client indicators: what a client says about its data, and the K×D
+matrix that a mixture splits.
 
-Wu et al., "FedNoRo", IJCAI 2023, Table 3. All are taken on the warm-up's global model, over client k's data:
+Wu et al., "FedNoRo", IJCAI 2023, Table 3. All are taken on the warm-up's global
+model, over client k's data:
 
-    LID         mean over its samples of LID_i = −k / Σ_j log(d_j / d_k), its k nearest neighbours in softmax space
+    LID         mean over its samples of LID_i = −k / Σ_j log(d_j / d_k), its k nearest neighbours
+                in softmax space
     confidence  mean softmax probability of the observed label
     loss        mean cross-entropy
     per class   mean cross-entropy of each class, with and without min-max normalisation
@@ -26,18 +29,20 @@ from torch import Tensor
 
 from fednoro.core.losses import per_class_losses
 from fednoro.core.types import FloatArray, UserError
-from fednoro.detect import fill_missing, min_max
+from fednoro.detection.mixture_detector import fill_missing, min_max
 
 _ENTRIES = 2**22  # distances held at a time: 32 MiB
 
 
 def lid(probabilities: Tensor, k: int = 20, eps: float = 1e-6) -> Tensor:
-    """Local intrinsic dimensionality of each sample among the others, N float64 values in [0, √2 / eps].
+    """Local intrinsic dimensionality of each sample among the others, N
+    float64 values in [0, √2 / eps].
 
-    LID_i = −k / Σ_{j ≤ k} log(d_j / (d_k + eps)), d_1 ≤ … ≤ d_k the distances to its nearest neighbours, itself
-    excluded. `eps` keeps it finite where all neighbours are equally far. With N ≤ k samples all N − 1 others are
-    the neighbours; a single sample has none and its LID is NaN. A sample with an exact duplicate among the others
-    (d = 0) has LID 0, the limit of the formula. Distances go in chunks: memory grows with N, not with N².
+    LID_i = −k / Σ_{j ≤ k} log(d_j / (d_k + eps)), d_1 ≤ … ≤ d_k the distances to its nearest
+    neighbours, itself excluded. `eps` keeps it finite where all neighbours are equally far. With N
+    ≤ k samples all N − 1 others are the neighbours; a single sample has none and its LID is NaN. A
+    sample with an exact duplicate among the others (d = 0) has LID 0, the limit of the formula.
+    Distances go in chunks: memory grows with N, not with N².
 
     Args:
         probabilities: softmax outputs of one client's samples, N×C.
@@ -53,7 +58,8 @@ def lid(probabilities: Tensor, k: int = 20, eps: float = 1e-6) -> Tensor:
     rows = max(1, _ENTRIES // samples)
     for start in range(0, samples, rows):
         chunk = x[start : start + rows]
-        # the expansion of |a − b|² in products would leave rounding where duplicates have distance 0
+        # the expansion of |a − b|² in products would leave rounding where
+        # duplicates have distance 0
         distances = torch.cdist(chunk, x, compute_mode="donot_use_mm_for_euclid_dist")
         distances.diagonal(start).fill_(math.inf)  # itself
         nearest = distances.topk(k, dim=1, largest=False).values  # rows×k, ascending
@@ -83,17 +89,23 @@ def class_losses(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Indicator:
-    """One line of the first-stage ablation: what a client measures, and how the clients' rows become features."""
+    """One line of the first-stage ablation: what a client measures, and how the
+    clients' rows become features.
+    """
 
     title: str
-    measure: Callable[[Tensor, Tensor, int], Tensor]  # (logits N×C, labels N, classes) → D numbers, or one
+    # (logits N×C, labels N, classes) → D numbers, or one
+    measure: Callable[[Tensor, Tensor, int], Tensor]
     larger_is_noisier: bool = True
     normalise: bool = False
 
     def row(self, logits: Tensor, labels: Tensor, classes: int) -> FloatArray:
-        """What one client reports, D numbers: NaN where it has nothing to measure, inf where its outputs are broken."""
+        """What one client reports, D numbers: NaN where it has nothing to measure, inf
+        where its outputs are broken.
+        """
         measured = self.measure(logits, labels, classes).reshape(-1)
-        if not torch.isfinite(logits).all():  # not NaN: that would pass for a class that the client does not hold
+        if not torch.isfinite(logits).all():
+            # not NaN: that would pass for a class that the client does not hold
             measured = torch.full_like(measured, math.inf)
         values: FloatArray = measured.cpu().numpy()
         return values
@@ -101,13 +113,16 @@ class Indicator:
     def features(self, rows: Sequence[ArrayLike] | FloatArray) -> FloatArray:
         """The K×D matrix that the mixture is fitted to, larger for noisier clients.
 
-        Missing classes are filled with the smallest of the class, then each column is scaled to [0, 1] where the
-        indicator is normalised. A client that measured nothing or whose outputs are broken has a row of NaN, which
-        `mixture.flagged_sets` does not trust, and takes no part in filling and scaling.
+        Missing classes are filled with the smallest of the class, then each column is scaled to
+        [0, 1] where the indicator is normalised. A client that measured nothing or whose outputs
+        are broken has a row of NaN, which `mixture.flagged_sets` does not trust, and takes no
+        part in filling and scaling.
         """
         table = np.array(rows, dtype=np.float64)
         if table.ndim != 2 or not table.size:
-            raise UserError(f"rows must be K×D with at least one client and one column, got shape {table.shape}")
+            raise UserError(
+                f"rows must be K×D with at least one client and one column, got shape {table.shape}"
+            )
         usable = ~np.isinf(table).any(axis=1) & ~np.isnan(table).all(axis=1)
         known = table[usable] if self.larger_is_noisier else 1 - table[usable]
         features = np.full_like(table, np.nan)
@@ -119,7 +134,8 @@ class Indicator:
 
 INDICATORS = {
     "lid": Indicator("LID", mean_lid),
-    # 1 − confidence mirrors the points: the same mixture, with the doubtful component at the larger mean
+    # 1 − confidence mirrors the points: the same mixture, with the doubtful
+    # component at the larger mean
     "confidence": Indicator("Conf.", confidence, larger_is_noisier=False),
     "loss": Indicator("Loss", mean_loss),
     "per_class": Indicator("Loss, per class", class_losses),

@@ -1,14 +1,18 @@
-"""Gaussian mixtures fitted from many starting points at once: batched k-means and expectation-maximisation.
+"""Gaussian mixtures fitted from many starting points at once: batched k-means
+and expectation-maximisation.
 
-Wu et al., "FedNoRo", IJCAI 2023, repeat the mixture behind Table 3 with 10,000 seeds. For points x_i, each fit goes
+Wu et al., "FedNoRo", IJCAI 2023, repeat the mixture behind Table 3 with 10,000 seeds.
+For points x_i, each fit goes
 
-    M-step   n_m = Σ_i r_im,   μ_m = Σ_i r_im x_i / n_m,   Σ_m = Σ_i r_im (x_i − μ_m)(x_i − μ_m)ᵀ / n_m + reg·I
+    M-step   n_m = Σ_i r_im,   μ_m = Σ_i r_im x_i / n_m
+             Σ_m = Σ_i r_im (x_i − μ_m)(x_i − μ_m)ᵀ / n_m + reg·I
     E-step   r_im ∝ (n_m / Σ n) N(x_i; μ_m, Σ_m)
 
-from its first responsibilities until the mean log-likelihood changes by less than `tol`. Formulas, defaults and
-stopping rules are those of scikit-learn's `GaussianMixture`, and so are the random draws: a seed gives the fit that
-`GaussianMixture(M, random_state=seed)` gives, but for rounding and ties. Small matrices are slow one at a time, so
-that the fits lie along the last axis here and every operation runs over all that have not converged.
+from its first responsibilities until the mean log-likelihood changes by less than `tol`. Formulas,
+defaults and stopping rules are those of scikit-learn's `GaussianMixture`, and so are the random
+draws: a seed gives the fit that `GaussianMixture(M, random_state=seed)` gives, but for rounding and
+ties. Small matrices are slow one at a time, so that the fits lie along the last axis here and every
+operation runs over all that have not converged.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ Covariance = Literal["full", "diag", "spherical"]
 Init = Literal["kmeans", "random"]
 Rule = Literal["paper", "reference"]
 
-_WORKING_SET = 2**18  # entries of the largest array: what stays in the cache is several times faster
+# entries of the largest array: what stays in the cache is several times faster
+_WORKING_SET = 2**18
 _LARGEST = 1e150  # as in `detect`: a mixture squares its inputs
 _TINY = 10 * np.finfo(np.float64).eps  # keeps a component without points from dividing by 0
 
@@ -43,7 +48,8 @@ class Mixtures:
     lower_bound: FloatArray  # S, mean log-likelihood of the last E-step
     iterations: IntArray  # S
     converged: BoolArray  # S, before `max_iter`
-    broken: BoolArray  # S, a covariance was not positive definite: scikit-learn raises, here the rest is NaN
+    # S, a covariance was not positive definite: scikit-learn raises, here the rest is NaN
+    broken: BoolArray
 
     @property
     def labels(self) -> IntArray:
@@ -69,47 +75,58 @@ def flagged_sets(
 ) -> BoolArray:
     """The clients that a mixture of two flags, for each seed: S×K.
 
-    It decides as `NoisyClientDetector` does: nobody is flagged where there is nothing to split (fewer than two
-    clients, equal features, one component for all, a broken fit), and always a client with features that are not
-    finite, which is not trusted.
+    It decides as `NoisyClientDetector` does: nobody is flagged where there is nothing to split
+    (fewer than two clients, equal features, one component for all, a broken fit), and always a
+    client with features that are not finite, which is not trusted.
 
     Args:
         features: one row per client, K×D, filled and scaled as the indicator wants it.
         seeds: of the initialisations; a number stands for 0, 1, …, seeds − 1.
         covariance: form of the components' covariance.
         init: how a seed becomes a starting point, k-means or random responsibilities.
-        rule: the noisy component has the larger norm of the mean ("paper") or the larger sum ("reference").
+        rule: the noisy component has the larger norm of the mean ("paper") or
+            the larger sum ("reference").
     """
     _check("rule", rule, Rule)
     _check("covariance", covariance, Covariance)
     _check("init", init, Init)
     table = np.asarray(features, dtype=np.float64)
     if table.ndim != 2 or not table.size:
-        raise UserError(f"features must be K×D with at least one client and one column, got shape {table.shape}")
+        raise UserError(
+            f"features must be K×D with at least one client and one column, got shape {table.shape}"
+        )
     numbers = range(seeds) if isinstance(seeds, int | np.integer) else seeds
     usable = (np.abs(table) < _LARGEST).all(axis=1)
     flags = np.tile(~usable, (len(numbers), 1))
     points = table[usable]
     if len(points) < 2 or not len(numbers) or (points == points[0]).all():
         return flags
-    # Equal starting points have equal fits; from k-means there are a few hundred at most, however many seeds.
+    # Equal starting points have equal fits; from k-means there are a few hundred
+    # at most, however many seeds.
     start, origin = np.unique(starting_points(points, numbers, init), axis=0, return_inverse=True)
     fits = fit_mixtures(points, start, covariance)
     sizes = np.linalg.norm(fits.means, axis=2) if rule == "paper" else fits.means.sum(axis=2)
-    noisy = np.take_along_axis(fits.posterior, sizes.argmax(axis=1)[:, None, None], axis=2)[:, :, 0] > 0.5
+    noisy = (
+        np.take_along_axis(fits.posterior, sizes.argmax(axis=1)[:, None, None], axis=2)[:, :, 0]
+        > 0.5
+    )
     noisy[noisy.all(axis=1)] = False
     flags[:, usable] = noisy[origin.reshape(-1)]
     return flags
 
 
 def detection_over_seeds(flags: ArrayLike, truth: ArrayLike) -> DetectionOverSeeds:
-    """Mean recall, mean precision and share of exact matches of flagged sets, S×K, against the noisy clients, K.
+    """Mean recall, mean precision and share of exact matches of flagged sets, S×K,
+    against the noisy clients, K.
 
-    As in `metrics.detection`, recall is 1 when there is nothing to find, precision 1 when nothing is flagged.
+    As in `metrics.detection`, recall is 1 when there is nothing to find,
+    precision 1 when nothing is flagged.
     """
     found, noisy = np.asarray(flags, dtype=np.bool_), np.asarray(truth, dtype=np.bool_)
     if found.ndim != 2 or not len(found) or found.shape[1:] != noisy.shape:
-        raise UserError(f"flags must be S×K and truth K, got shapes {found.shape} and {noisy.shape}")
+        raise UserError(
+            f"flags must be S×K and truth K, got shapes {found.shape} and {noisy.shape}"
+        )
     hits, flagged = (found & noisy).sum(axis=1), found.sum(axis=1)
     precision = np.divide(hits, flagged, out=np.ones(len(found)), where=flagged > 0)
     return DetectionOverSeeds(
@@ -119,8 +136,12 @@ def detection_over_seeds(flags: ArrayLike, truth: ArrayLike) -> DetectionOverSee
     )
 
 
-def starting_points(points: FloatArray, seeds: Sequence[int], init: Init = "kmeans", components: int = 2) -> FloatArray:
-    """Responsibilities that the fits of `seeds` start from, S×K×M: k-means clusters, or uniform draws per point."""
+def starting_points(
+    points: FloatArray, seeds: Sequence[int], init: Init = "kmeans", components: int = 2
+) -> FloatArray:
+    """Responsibilities that the fits of `seeds` start from, S×K×M: k-means
+    clusters, or uniform draws per point.
+    """
     _check("init", init, Init)
     points = _points(points, components)
     if init == "kmeans":
@@ -172,7 +193,9 @@ def fit_mixtures(
     )
     with np.errstate(all="ignore"):  # a fit that breaks down shows as NaN
         for block in _blocks(fits, k * m * d):
-            _fit_block(x, start[block].transpose(1, 2, 0), covariance, (reg, tol, max_iter), out, block)
+            _fit_block(
+                x, start[block].transpose(1, 2, 0), covariance, (reg, tol, max_iter), out, block
+            )
     return out
 
 
@@ -184,7 +207,9 @@ def _fit_block(
     out: Mixtures,
     block: slice,
 ) -> None:
-    """Runs the fits of `block` from their responsibilities, K×M×S, and writes each into `out` when it ends."""
+    """Runs the fits of `block` from their responsibilities, K×M×S, and writes
+    each into `out` when it ends.
+    """
     reg, tol, max_iter = limits
     origin = np.arange(block.start, block.stop)
     bound = np.full(len(origin), -np.inf)
@@ -193,15 +218,23 @@ def _fit_block(
         resp, norm = _e_step(log_joint)
         before, bound = bound, norm.mean(axis=0)
         weights, means, covariances, log_joint = _m_step(x, resp, covariance, reg)
-        broken: BoolArray = np.any(np.isnan(log_joint), axis=(0, 1))  # what is broken at the start is so ever after
+        # what is broken at the start is so ever after
+        broken: BoolArray = np.any(np.isnan(log_joint), axis=(0, 1))
         converged = (np.abs(bound - before) < tol) & ~broken
         over = converged | broken | (iteration == max_iter)
         if not over.any():
             continue
         ended, keep = origin[over], over & ~broken
         sound = origin[keep]
-        out.iterations[ended], out.converged[ended], out.broken[ended] = iteration, converged[over], broken[over]
-        out.weights[sound], out.means[sound] = weights[:, keep].T, means[:, :, keep].transpose(2, 1, 0)
+        out.iterations[ended], out.converged[ended], out.broken[ended] = (
+            iteration,
+            converged[over],
+            broken[over],
+        )
+        out.weights[sound], out.means[sound] = (
+            weights[:, keep].T,
+            means[:, :, keep].transpose(2, 1, 0),
+        )
         out.covariances[sound] = covariances[..., keep].T
         out.lower_bound[sound] = bound[keep]
         out.posterior[sound] = _e_step(log_joint[:, :, keep])[0].transpose(2, 0, 1)
@@ -223,10 +256,12 @@ def _e_step(log_joint: FloatArray) -> tuple[FloatArray, FloatArray]:
 def _m_step(
     x: FloatArray, resp: FloatArray, covariance: Covariance, reg: float
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Weights M×S, means D×M×S, covariances …×M×S, and the points' log(weight·density) under them, K×M×S.
+    """Weights M×S, means D×M×S, covariances …×M×S, and the points'
+    log(weight·density) under them, K×M×S.
 
-    The variances of "diag" and "spherical" are E[x²] − E[x]² as in scikit-learn: about a component that dies it matters
-    that n_m has been kept off 0, and only the same formula then leads to the same place.
+    The variances of "diag" and "spherical" are E[x²] − E[x]² as in scikit-learn: about a
+    component that dies it matters that n_m has been kept off 0, and only the same formula
+    then leads to the same place.
     """
     d = x.shape[1]
     n = resp.sum(axis=0) + _TINY
@@ -244,7 +279,8 @@ def _m_step(
         if covariance == "spherical":
             spread = spread.mean(axis=0, keepdims=True)
         spread[spread <= 0] = np.nan
-        # Σ_d (x − μ)²/σ², multiplied out about the centre of the points: that is two sums of products
+        # Σ_d (x − μ)²/σ², multiplied out about the centre of the points:
+        # that is two sums of products
         x, mu = x - x.mean(axis=0), means - x.mean(axis=0)[:, None, None]
         scale = np.broadcast_to(1 / spread, mu.shape)
         squares = _times(x**2, scale) - 2 * _times(x, mu * scale)
@@ -252,7 +288,12 @@ def _m_step(
         log_det = np.log(spread).sum(axis=0) * (d / len(spread))
         spread = spread[0] if covariance == "spherical" else spread
     weights = n / n.sum(axis=0)
-    return weights, means, spread, np.log(weights) - 0.5 * (d * math.log(2 * math.pi) + squares + log_det)
+    return (
+        weights,
+        means,
+        spread,
+        np.log(weights) - 0.5 * (d * math.log(2 * math.pi) + squares + log_det),
+    )
 
 
 def _times(matrix: FloatArray, stack: FloatArray) -> FloatArray:
@@ -262,7 +303,9 @@ def _times(matrix: FloatArray, stack: FloatArray) -> FloatArray:
 
 
 def _mahalanobis(spread: FloatArray, apart: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """(x − μ)ᵀ Σ⁻¹ (x − μ), K×M×S, and log |Σ|, M×S, by Cholesky; NaN where Σ is not positive definite."""
+    """(x − μ)ᵀ Σ⁻¹ (x − μ), K×M×S, and log |Σ|, M×S, by Cholesky; NaN
+    where Σ is not positive definite.
+    """
     d = len(spread)
     low = np.zeros_like(spread)
     y = np.empty_like(apart)  # L⁻¹ (x − μ)
@@ -284,12 +327,16 @@ def kmeans(points: FloatArray, seeds: Sequence[int], components: int = 2) -> Int
     blocks = _blocks(len(draws), trials * len(x))
     chosen = np.concatenate([_plus_plus(distances, draws[block], trials) for block in blocks])
     start, origin = np.unique(chosen, axis=0, return_inverse=True)
-    labels = np.concatenate([_lloyd(x, x[start[block]]) for block in _blocks(len(start), components * len(x))])
+    labels = np.concatenate(
+        [_lloyd(x, x[start[block]]) for block in _blocks(len(start), components * len(x))]
+    )
     return labels[origin.reshape(-1)]
 
 
 def _plus_plus(distances: FloatArray, draws: FloatArray, trials: int) -> IntArray:
-    """Indices of the first centres, S×M: each next one is the best of `trials` drawn by squared distance."""
+    """Indices of the first centres, S×M: each next one is the best of
+    `trials` drawn by squared distance.
+    """
     k, every = len(distances), np.arange(len(draws))
     chosen = [_search(np.cumsum(np.full(k, 1 / k))[None], draws[:, :1], right=True)[:, 0]]
     closest = distances[chosen[0]]  # S×K
@@ -332,12 +379,16 @@ def _lloyd(x: FloatArray, centres: FloatArray, max_iter: int = 300) -> IntArray:
 
 
 def _nearest(x: FloatArray, centres: FloatArray) -> IntArray:
-    nearest: IntArray = (np.square(centres).sum(axis=2)[:, None] - 2 * (x @ centres.transpose(0, 2, 1))).argmin(axis=2)
+    nearest: IntArray = (
+        np.square(centres).sum(axis=2)[:, None] - 2 * (x @ centres.transpose(0, 2, 1))
+    ).argmin(axis=2)
     return nearest
 
 
 def _centroids(x: FloatArray, labels: IntArray, centres: FloatArray) -> FloatArray:
-    """Means of the clusters, S×M×D. An empty one takes the point farthest from its centre, as in scikit-learn."""
+    """Means of the clusters, S×M×D. An empty one takes the point farthest from
+    its centre, as in scikit-learn.
+    """
     m = centres.shape[1]
     member = (labels[:, None] == np.arange(m)[:, None]).astype(np.float64)  # S×M×K
     for s in np.flatnonzero((member.sum(axis=2) == 0).any(axis=1)):
@@ -354,7 +405,9 @@ def _centroids(x: FloatArray, labels: IntArray, centres: FloatArray) -> FloatArr
 
 
 def _draws(seeds: Sequence[int], count: int) -> FloatArray:
-    """`count` uniforms per seed, the ones that scikit-learn gets for `random_state=seed`: S×count."""
+    """`count` uniforms per seed, the ones that scikit-learn gets for
+    `random_state=seed`: S×count.
+    """
     state = np.random.RandomState()
     draws = np.empty((len(seeds), count))
     for row, seed in zip(draws, seeds, strict=True):

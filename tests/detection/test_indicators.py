@@ -11,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fednoro import indicators
 from fednoro.core.types import FloatArray, UserError
-from fednoro.indicators import INDICATORS, class_losses, confidence, lid, mean_lid, mean_loss
-from fednoro.mixture import flagged_sets
+from fednoro.detection import indicators
+from fednoro.detection.indicators import (
+    INDICATORS,
+    class_losses,
+    confidence,
+    lid,
+    mean_lid,
+    mean_loss,
+)
+from fednoro.detection.mixture import flagged_sets
 
 NAN, INF = math.nan, math.inf
 
@@ -109,7 +116,10 @@ def slow_row(logits: Tensor, labels: Tensor) -> tuple[float, float, dict[int, fl
     for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
         parts = [math.exp(v - max(row)) for v in row]
         chances.append(parts[label] / sum(parts))
-    by_class = {c: [-math.log(p) for p, y in zip(chances, labels.tolist(), strict=True) if y == c] for c in range(4)}
+    by_class = {
+        c: [-math.log(p) for p, y in zip(chances, labels.tolist(), strict=True) if y == c]
+        for c in range(4)
+    }
     return (
         sum(chances) / len(chances),
         -sum(map(math.log, chances)) / len(chances),
@@ -119,7 +129,10 @@ def slow_row(logits: Tensor, labels: Tensor) -> tuple[float, float, dict[int, fl
 
 def test_measures_are_their_formulas() -> None:
     rng = np.random.default_rng(1)
-    logits, labels = torch.from_numpy(rng.normal(size=(40, 4))), torch.from_numpy(rng.choice([0, 1, 3], 40))
+    logits, labels = (
+        torch.from_numpy(rng.normal(size=(40, 4))),
+        torch.from_numpy(rng.choice([0, 1, 3], 40)),
+    )
     chance, loss, by_class = slow_row(logits, labels)
     assert confidence(logits, labels, 4).item() == pytest.approx(chance, rel=1e-12)
     assert mean_loss(logits, labels, 4).item() == pytest.approx(loss, rel=1e-12)
@@ -133,7 +146,10 @@ def test_measures_are_their_formulas() -> None:
 @pytest.mark.parametrize("samples", [0, 1, 2, 30])
 def test_every_indicator_reports_a_row_of_the_same_length(name: str, samples: int) -> None:
     rng = np.random.default_rng(0)
-    logits, labels = torch.from_numpy(rng.normal(size=(samples, 4))).float(), torch.zeros(samples, dtype=torch.int64)
+    logits, labels = (
+        torch.from_numpy(rng.normal(size=(samples, 4))).float(),
+        torch.zeros(samples, dtype=torch.int64),
+    )
     row = INDICATORS[name].row(logits, labels, 4)
     per_class = name.startswith("per_class")
     assert row.shape == (4 if per_class else 1,) and row.dtype == np.float64
@@ -156,7 +172,11 @@ def test_broken_outputs_do_not_pass_for_missing_classes(name: str, broken: float
 def test_per_class_features_are_filled_and_scaled_as_in_detection() -> None:
     rows = [[1.0, NAN, 2.0], [3.0, 4.0, NAN], [2.0, 6.0, 2.0]]
     assert INDICATORS["per_class"].features(rows).tolist() == [[1, 4, 2], [3, 4, 2], [2, 6, 2]]
-    assert INDICATORS["per_class_norm"].features(rows).tolist() == [[0, 0, 0], [1, 0, 0], [0.5, 1, 0]]
+    assert INDICATORS["per_class_norm"].features(rows).tolist() == [
+        [0, 0, 0],
+        [1, 0, 0],
+        [0.5, 1, 0],
+    ]
 
 
 def test_features_are_larger_for_noisier_clients() -> None:
@@ -199,7 +219,8 @@ def test_every_indicator_finds_clients_whose_labels_are_all_wrong(name: str) -> 
         noise = rng.normal(scale=0.3, size=(60, 4))
         if client < 3:
             labels = (true + rng.integers(1, 4, 60)) % 4
-            logits = 1.5 * np.eye(4)[true] + 4 * noise  # unsure, so that softmax space is filled as well
+            # unsure, so that softmax space is filled as well
+            logits = 1.5 * np.eye(4)[true] + 4 * noise
         else:
             labels, logits = true, 5 * np.eye(4)[true] + noise
         rows.append(INDICATORS[name].row(torch.from_numpy(logits), torch.from_numpy(labels), 4))

@@ -1,23 +1,25 @@
 """What a site may hold back, or blur, when it sends its losses per class to be judged.
 
-A site with n_c samples of class c has per-sample losses l_1 … l_{n_c}. By default it sends their mean and n_c.
+A site with n_c samples of class c has per-sample losses l_1 … l_{n_c}. By default
+it sends their mean and n_c.
 
-Withholding. A class with n_c < `min_count` is sent as missing: loss NaN, count 0. The detector fills it in as it does
-with a class that the site does not hold.
+Withholding. A class with n_c < `min_count` is sent as missing: loss NaN, count 0. The detector
+fills it in as it does with a class that the site does not hold.
 
-Noise. With `epsilon`, each loss is clipped to [0, B], B = ln C (the loss of a uniform guess; NaN and inf count as B),
-and the site sends, for each class that it does not withhold,
+Noise. With `epsilon`, each loss is clipped to [0, B], B = ln C (the loss of a uniform guess; NaN
+and inf count as B), and the site sends, for each class that it does not withhold,
 
     clip(mean + Laplace(B / (n_c ε)), 0, B)
 
-with a count of 1 in place of n_c. *Neighbours* are two data sets of which one has one sample replaced by another of
-the same class. That moves one class mean by at most B / n_c and touches no other class, so the whole message is
-ε-differentially private: over the C classes it stays ε (parallel composition), over k scorings it is k·ε. Clipping the
-result is post-processing and costs nothing.
+with a count of 1 in place of n_c. *Neighbours* are two data sets of which one has one sample
+replaced by another of the same class. That moves one class mean by at most B / n_c and
+touches no other class, so the whole message is ε-differentially private: over the C classes
+it stays ε (parallel composition), over k scorings it is k·ε. Clipping the result is
+post-processing and costs nothing.
 
-Not covered: which classes reach `min_count` (so neither labels nor the presence of a class), the site's size, and
-above all the model weights, which are sent as they are. The noise is floating-point Laplace noise without protection
-against attacks on its last bits.
+Not covered: which classes reach `min_count` (so neither labels nor the presence of a class), the
+site's size, and above all the model weights, which are sent as they are. The noise is
+floating-point Laplace noise without protection against attacks on its last bits.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Protection(Options):
     section: ClassVar[str] = "privacy"
 
     min_count: int = option(0, "classes with fewer samples are sent as missing", ge=0)
-    score_epsilon: float | None = option(None, "noise on the class losses: ε of one scoring; none: no noise", gt=0)
+    score_epsilon: float | None = option(
+        None, "noise on the class losses: ε of one scoring; none: no noise", gt=0
+    )
 
 
 def loss_bound(classes: int) -> float:
@@ -54,8 +58,12 @@ def loss_bound(classes: int) -> float:
     return math.log(classes)
 
 
-def withhold(losses: FloatArray, counts: FloatArray, min_count: int) -> tuple[FloatArray, FloatArray]:
-    """Losses and counts with the classes of fewer than `min_count` samples as missing: NaN and 0."""
+def withhold(
+    losses: FloatArray, counts: FloatArray, min_count: int
+) -> tuple[FloatArray, FloatArray]:
+    """Losses and counts with the classes of fewer than `min_count`
+    samples as missing: NaN and 0.
+    """
     kept = counts >= min_count
     return np.where(kept, losses, np.nan), np.where(kept, counts, 0.0)
 
@@ -68,7 +76,8 @@ def noisy_class_losses(
     rng: np.random.Generator,
     min_count: int = 0,
 ) -> tuple[FloatArray, FloatArray]:
-    """Clipped mean loss of each class with Laplace noise, and 1 or 0 for a class that was sent or not.
+    """Clipped mean loss of each class with Laplace noise, and 1 or 0 for
+    a class that was sent or not.
 
     Args:
         losses: per sample, N; anything, also NaN.
@@ -81,9 +90,12 @@ def noisy_class_losses(
     if not 0 < epsilon < math.inf:
         raise UserError(f"score_epsilon must be a number above 0, got {epsilon}")
     bound = loss_bound(classes)
-    clipped = np.clip(np.nan_to_num(losses.astype(np.float64), nan=bound, posinf=bound, neginf=0.0), 0.0, bound)
+    clipped = np.clip(
+        np.nan_to_num(losses.astype(np.float64), nan=bound, posinf=bound, neginf=0.0), 0.0, bound
+    )
     counts = np.bincount(labels, minlength=classes).astype(np.float64)
-    noise = rng.laplace(size=classes)  # for every class, so that one's presence does not move another's noise
+    # for every class, so that one's presence does not move another's noise
+    noise = rng.laplace(size=classes)
     sent = counts >= max(min_count, 1)
     scale = np.divide(bound / epsilon, counts, out=np.zeros(classes), where=sent)
     sums = np.bincount(labels, clipped, minlength=classes)
@@ -94,15 +106,19 @@ def noisy_class_losses(
 def noise_generator(task: Task, client: int) -> np.random.Generator:
     """The generator of one client's noise in one scoring, from the seed in the task's settings."""
     if NOISE_SEED not in task.settings:
-        raise UserError(f"task {task.name!r} has no {NOISE_SEED!r} among its settings to draw noise from")
+        raise UserError(
+            f"task {task.name!r} has no {NOISE_SEED!r} among its settings to draw noise from"
+        )
     return generator(int(task.settings[NOISE_SEED]), "score.noise", task.round, client)
 
 
 def protect(method: MethodT, task: Task, wanted: Protection) -> tuple[MethodT, Task]:
-    """The method and the task as a site carries them out: the stricter of what it and the server ask for.
+    """The method and the task as a site carries them out: the stricter of
+    what it and the server ask for.
 
-    The noise is drawn from the system's entropy, anew for each answer. The server knows the run's seed, so it could
-    take off noise that follows from it; and the same noise in two answers would cancel in their difference.
+    The noise is drawn from the system's entropy, anew for each answer. The server knows the
+    run's seed, so it could take off noise that follows from it; and the same noise in two
+    answers would cancel in their difference.
     """
     if task.name not in ("score", "moments"):
         return method, task
@@ -111,7 +127,8 @@ def protect(method: MethodT, task: Task, wanted: Protection) -> tuple[MethodT, T
         if wanted == Protection():
             return method, task
         raise UserError(
-            f"this site holds back class losses (privacy in its site.yaml), but {type(method).__name__} cannot"
+            "this site holds back class losses (privacy in its site.yaml), but "
+            f"{type(method).__name__} cannot"
         )
     server: Any = method
     epsilons = [e for e in (wanted.score_epsilon, server.score_epsilon) if e is not None]

@@ -1,33 +1,38 @@
-"""What the other clients would say about a client's images: a scale for label noise that its own labels do not bend.
+"""What the other clients would say about a client's images: a scale for label noise
+that its own labels do not bend.
 
-A model that a client has trained knows some of that client's wrong labels. A linear head on the common features that is
-learnt from all the others does not, and costs two sums in place of training. With features X_k of the global model
-(N_k×d, and a column of ones) or fewer sums of them with random signs, and labels Y_k (N_k×C, one-hot),
+A model that a client has trained knows some of that client's wrong labels. A linear head on the
+common features that is learnt from all the others does not, and costs two sums in place of
+training. With features X_k of the global model (N_k×d, and a column of ones) or fewer sums of them
+with random signs, and labels Y_k (N_k×C, one-hot),
 
     A = Σ_k X_kᵀX_k,   B = Σ_k X_kᵀY_k,   W_k = (A − X_kᵀX_k + λD)⁻¹ (B − X_kᵀY_k)
 
-D being 1 for each feature and 0 for the ones, λ = 0.003 of the features' variance, summed over images, mean over
-features. The server adds up A and B; a client that knows both takes its own part away. For each pair of classes it says
-how well X_k W_k parts those labels, a_kij, the area under the ROC curve of column i minus column j. Unlike losses, that
-depends neither on how many images of each class there are nor on what else there is.
+D being 1 for each feature and 0 for the ones, λ = 0.003 of the features' variance, summed over
+images, mean over features. The server adds up A and B; a client that knows both takes its own part
+away. For each pair of classes it says how well X_k W_k parts those labels, a_kij, the area under
+the ROC curve of column i minus column j. Unlike losses, that depends neither on how many images of
+each class there are nor on what else there is.
 
-Some pairs are hard for everybody, so a_kij = μ_ij + δ_k, by least squares with the weights 1 / (0.25/m + 0.03),
-m = 1 / (1/n_i + 1/n_j) from the client's n images of either class, over pairs that two clients have at least. Wrong
-labels part nothing:
+Some pairs are hard for everybody, so a_kij = μ_ij + δ_k, by least squares with the weights 1 /
+(0.25/m + 0.03), m = 1 / (1/n_i + 1/n_j) from the client's n images of either class, over pairs that
+two clients have at least. Wrong labels part nothing:
 
     error_k = 2 (1 − mean μ − δ_k), at least 0        0: labels follow the images, 1: they do not
 
-and with the share of its labels that a client explains, e_k (`fednoro.explained`), as a geometric mean
+and with the share of its labels that a client explains, e_k
+(`fednoro.detection.explained`), as a geometric mean
 
     doubt_k = √((error_k + 0.02) (1 − e_k + 0.02))
 
-Doubts are cut where two groups of their logarithms are likeliest (Gaussians, the upper one wider by a fifth, because
-noisy clients differ in how much is wrong; not once clean clients have trained alone). The upper group is noisy if two
-are likelier than one (clearly, or a little where it explains 65% of what the lower one does or less), if its mean error
-is 0.1 and twice the lower one's (0.02 added to both), if it explains 80% of what the lower group does or less, and if
-that is something, 28% on average; on hard images and after a short warm-up it need not be if the two are far apart,
-with four times the error or half of what is explained. Otherwise all clients are alike, and their explained shares say
-whether that is nobody or everybody.
+Doubts are cut where two groups of their logarithms are likeliest (Gaussians, the upper one wider by
+a fifth, because noisy clients differ in how much is wrong; not once clean clients have trained
+alone). The upper group is noisy if two are likelier than one (clearly, or a little where it
+explains 65% of what the lower one does or less), if its mean error is 0.1 and twice the lower one's
+(0.02 added to both), if it explains 80% of what the lower group does or less, and if that is
+something, 28% on average; on hard images and after a short warm-up it need not be if the two are
+far apart, with four times the error or half of what is explained. Otherwise all clients are alike,
+and their explained shares say whether that is nobody or everybody.
 """
 
 from __future__ import annotations
@@ -54,11 +59,15 @@ VARIANCE = 2.5e-4  # of logarithms, that no group is below
 SOMETHING = 0.28  # what trusted clients explain at least on average
 LESS = 0.8  # what noisy ones explain at most, in that
 WIDER = 1.2  # the deviation of noisy clients' logarithms, in that of clean ones'
-PURGED_WIDER = 1.0  # the same once the model has seen some clean clients alone: these are near 0, where logarithms part
+# the same once the model has seen some clean clients alone: these are near 0, where logarithms part
+PURGED_WIDER = 1.0
 LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
-MUCH_LESS, STILL_LIKELIER = 0.65, 1.0  # the same where noisy ones explain at most this, in what clean ones do
-SURE = 0.35  # of the posterior's steepness: a client is far from its group more often than Gaussians are
-FAR_LIKELIER, FAR = 12.0, 4.0  # the same, and that of errors, where clean clients explain less than something
+# the same where noisy ones explain at most this, in what clean ones do
+MUCH_LESS, STILL_LIKELIER = 0.65, 1.0
+# of the posterior's steepness: a client is far from its group more often than Gaussians are
+SURE = 0.35
+# the same, and that of errors, where clean clients explain less than something
+FAR_LIKELIER, FAR = 12.0, 4.0
 HALF_LIKELIER, HALF = 8.0, 0.5  # or this, where noisy ones explain half of that or less
 
 
@@ -66,7 +75,9 @@ HALF_LIKELIER, HALF = 8.0, 0.5  # or this, where noisy ones explain half of that
 
 
 def sketch(features: Tensor, width: int) -> Tensor:
-    """N×width in place of N×d: sums of all features with signs that are the same everywhere; distances stay about."""
+    """N×width in place of N×d: sums of all features with signs that are the same
+    everywhere; distances stay about.
+    """
     return features.double() @ _signs(features.shape[1], width)
 
 
@@ -95,7 +106,9 @@ def head(a: Tensor, b: Tensor) -> Tensor:
 
 
 def outputs(features: Tensor, labels: Tensor, a: Tensor, b: Tensor, counted: bool = True) -> Tensor:
-    """What the others' head says about a client's images, N×C, where the client has a part in both sums or has not."""
+    """What the others' head says about a client's images, N×C, where the client has a
+    part in both sums or has not.
+    """
     if counted:
         own = moments(features, labels, b.shape[1])
         a, b = a - own[0], b - own[1]
@@ -103,7 +116,8 @@ def outputs(features: Tensor, labels: Tensor, a: Tensor, b: Tensor, counted: boo
 
 
 def areas(scores: FloatArray, labels: IntArray) -> FloatArray:
-    """For each pair of classes i, j: the area under the ROC curve of column i − column j, C×C; NaN where there is none.
+    """For each pair of classes i, j: the area under the ROC curve of column i − column j,
+    C×C; NaN where there is none.
 
     It is the same for j and i, and there is none where the client lacks either class.
     """
@@ -143,7 +157,8 @@ def pairs_of(parted: FloatArray) -> FloatArray:
 def difficulty(parted: FloatArray, counts: FloatArray) -> Scale:
     """μ from K×pairs areas and K×C labels per class."""
     weights, delta = _weights(parted, counts), np.zeros(len(parted))
-    weights = np.where((weights > 0).sum(axis=0) > 1, weights, 0.0)  # one client alone is nothing to compare with
+    # one client alone is nothing to compare with
+    weights = np.where((weights > 0).sum(axis=0) > 1, weights, 0.0)
     across, along = np.maximum(weights.sum(axis=0), 1e-12), np.maximum(weights.sum(axis=1), 1e-12)
     areas_known, mu = np.where(weights > 0, parted, 0.0), np.zeros(parted.shape[1])
     for _ in range(50):
@@ -153,7 +168,9 @@ def difficulty(parted: FloatArray, counts: FloatArray) -> Scale:
 
 
 def errors(parted: FloatArray, counts: FloatArray, scale: Scale) -> FloatArray:
-    """2 (1 − mean μ − δ_k) of each client; δ_k = 0 if others have none of its pairs, NaN if it has none."""
+    """2 (1 − mean μ − δ_k) of each client; δ_k = 0 if others have none of
+    its pairs, NaN if it has none.
+    """
     everything = _weights(parted, counts)
     weights = np.where(np.isnan(scale.pairs), 0.0, everything)
     apart = np.where(weights > 0, parted - scale.pairs, 0.0)
@@ -170,9 +187,11 @@ def doubts(error: FloatArray, explained: FloatArray) -> FloatArray:
 def find_cut(
     doubt: FloatArray, error: FloatArray, explained: FloatArray, wider: float = WIDER
 ) -> tuple[float, float] | None:
-    """Where noisy clients begin and how steep the posterior is there; None where there are no two groups.
+    """Where noisy clients begin and how steep the posterior is there; None
+    where there are no two groups.
 
-    The trusted group has two members at least. The noisy clients' logarithms scatter `wider` times as much.
+    The trusted group has two members at least. The noisy clients' logarithms
+    scatter `wider` times as much.
     """
     order = np.argsort(doubt, kind="stable")
     x = np.log(doubt[order])
@@ -183,26 +202,40 @@ def find_cut(
     clean, noisy = order[:trusted], order[trusted:]
     worse = (error[noisy].mean() + FLOOR) / (error[clean].mean() + FLOOR)
     trust, less = explained[clean].mean(), explained[noisy].mean()
-    far = (likelier >= FAR_LIKELIER and worse >= FAR) or (likelier >= HALF_LIKELIER and less <= HALF * trust)
+    far = (likelier >= FAR_LIKELIER and worse >= FAR) or (
+        likelier >= HALF_LIKELIER and less <= HALF * trust
+    )
     clear = trust >= SOMETHING or far
     needed = STILL_LIKELIER if less <= MUCH_LESS * trust else LIKELIER
-    if likelier < needed or worse < TWICE or error[noisy].mean() < LEAST or less > LESS * trust or not clear:
+    if (
+        likelier < needed
+        or worse < TWICE
+        or error[noisy].mean() < LEAST
+        or less > LESS * trust
+        or not clear
+    ):
         return None
     cut = math.exp(float(x[trusted - 1 : trusted + 1].mean()))
     return cut, SURE * float(x[trusted:].mean() - x[:trusted].mean()) / within
 
 
-def likeliest(x: FloatArray, cuts: Iterable[int], floor: float, wider: float = 1.0) -> tuple[int, float, float] | None:
-    """The likeliest cut of sorted values: how many are below, how much likelier it is than none, the variance left.
+def likeliest(
+    x: FloatArray, cuts: Iterable[int], floor: float, wider: float = 1.0
+) -> tuple[int, float, float] | None:
+    """The likeliest cut of sorted values: how many are below, how much likelier it is
+    than none, the variance left.
 
-    Likelier by twice the logarithm of the likelihoods' ratio, with each group's share of the clients in it. The upper
-    group's deviation is `wider` times the lower one's, whose variance is not below `floor`.
+    Likelier by twice the logarithm of the likelihoods' ratio, with each group's share of the
+    clients in it. The upper group's deviation is `wider` times the lower one's, whose
+    variance is not below `floor`.
     """
     n, best = len(x), None
     for below in cuts:
         low, high = x[:below], x[below:]
         variance = float(low.var() * len(low) + high.var() * len(high) / wider**2) / n + floor
-        mixing = sum(len(part) * math.log(len(part) / n) for part in (low, high)) - len(high) * math.log(wider)
+        mixing = sum(len(part) * math.log(len(part) / n) for part in (low, high)) - len(
+            high
+        ) * math.log(wider)
         likelier = n * math.log((float(x.var()) + floor) / variance) + 2 * mixing
         if best is None or likelier > best[1]:
             best = (below, likelier, variance)

@@ -1,29 +1,32 @@
 """How much of its labels a client can explain: a scale for label noise that needs no other client.
 
-Wrong labels cannot be predicted, and cannot be learnt in a few local epochs; right ones can. In each of the rounds
-before a verdict a client measures on its plain images, in eval mode, with the model f_G that it has received and with
-the model f_k that it has trained from it, which share of its labels' entropy they leave:
+Wrong labels cannot be predicted, and cannot be learnt in a few local epochs; right ones can. In
+each of the rounds before a verdict a client measures on its plain images, in eval mode, with the
+model f_G that it has received and with the model f_k that it has trained from it, which share of
+its labels' entropy they leave:
 
     b_G = CE(f_G(x) + log π_k, ȳ) / H(π_k),   b_k = CE(f_k(x) + log π_k, ȳ) / H(π_k)
 
-1 for a model that knows the class frequencies alone. The smallest of either over the rounds count, and what is left of
-both together:
+1 for a model that knows the class frequencies alone. The smallest of either over the rounds count,
+and what is left of both together:
 
     e_k = 1 − (min b_G + min b_k) / 2, at least 0        0: nothing explained, 1: every label
 
-f_G has averaged out what one client has learnt by heart, but is spoilt by the noise of all; f_k is less so, but knows
-wrong labels by heart where clients are few. Together they told noisy clients from clean ones best.
+f_G has averaged out what one client has learnt by heart, but is spoilt by the noise of all; f_k
+is less so, but knows wrong labels by heart where clients are few. Together they told noisy
+clients from clean ones best.
 
-The server sorts the e's and cuts them where two groups are likeliest (Gaussians of one variance). The lower group
-is noisy if two are likelier than one and its mean is well below the upper one's, and if either the upper group explains
-as much as clean labels do, or the two are far apart. Otherwise all clients are alike, and nobody is flagged, or
-everybody, by the median. Everybody may also mean that the warm-up was too short to tell; either way nobody is to be
-trusted more than others. `fednoro.calibrated` cuts by this alone where it has nothing better.
+The server sorts the e's and cuts them where two groups are likeliest (Gaussians of one variance).
+The lower group is noisy if two are likelier than one and its mean is well below the upper one's,
+and if either the upper group explains as much as clean labels do, or the two are far apart.
+Otherwise all clients are alike, and nobody is flagged, or everybody, by the median. Everybody may
+also mean that the warm-up was too short to tell; either way nobody is to be trusted more than
+others. `fednoro.detection.calibrated` cuts by this alone where it has nothing better.
 
-Measures stay in a client's memory; when it is scored, it adds a last one of the model that all are scored with, and
-sends two numbers: min b_G and min b_k. They come from models that were trained on the same images, so that no noise of
-a known size would hide one image. A site that protects its scores (`fednoro.privacy`) therefore refuses to send them,
-and is not judged.
+Measures stay in a client's memory; when it is scored, it adds a last one of the model that all are
+scored with, and sends two numbers: min b_G and min b_k. They come from models that were trained on
+the same images, so that no noise of a known size would hide one image. A site that protects its
+scores (`fednoro.detection.score_privacy`) therefore refuses to send them, and is not judged.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from torch import Tensor
 
 from fednoro.core.losses import log_prior, logit_adjusted_ce
 from fednoro.core.types import FloatArray, Reply, Site, State, Step, Task, Weights
-from fednoro.left_out import Scale, chance, likeliest
+from fednoro.detection.leave_one_out_heads import Scale, chance, likeliest
 
 WATCH = "watch"  # the setting of tasks that ask for a measure
 WATCHED = 5  # rounds: the smallest b of fewer still scatters
@@ -50,7 +53,8 @@ SENT = ("left_received", "left_own")  # the same in its reply
 BELOW, FAR_BELOW = 0.72, 0.5  # the lower mean as a share of the upper one
 APART = 0.05  # the two means at least
 FEW, FEW_BELOW = 4, 0.6  # so few clients are not enough to tell a scatter by
-CLEAN = 0.33  # what clients with clean labels explain at least on average, where others spoil the model
+# what clients with clean labels explain at least on average, where others spoil the model
+CLEAN = 0.33
 ALIKE = 0.42  # what they explain where all are alike
 SCATTER = 1e-4  # variance that no group is below
 
@@ -65,7 +69,9 @@ def left_over(logits: Tensor, labels: Tensor, log_pi: Tensor) -> Tensor:
     """
     log_pi = log_pi.double()
     entropy = -(log_pi.exp() * log_pi.masked_fill(log_pi == -math.inf, 0.0)).sum()
-    return logit_adjusted_ce(logits.double(), labels, log_pi) * torch.where(entropy > 0, 1 / entropy, 0.0)
+    return logit_adjusted_ce(logits.double(), labels, log_pi) * torch.where(
+        entropy > 0, 1 / entropy, 0.0
+    )
 
 
 def fit_loss(step: Step) -> Tensor:
@@ -74,10 +80,14 @@ def fit_loss(step: Step) -> Tensor:
 
 
 def measure(task: Task, site: Site, trained: Weights | None = None) -> Tensor:
-    """What is left by the received model, and by the one that was `trained` from it (or is, here)."""
+    """What is left by the received model, and by the one that was
+    `trained` from it (or is, here).
+    """
     labels, log_pi = site.labels, log_prior(site.counts)
     own = site.train(task, fit_loss, {"log_pi": log_pi})[0] if trained is None else trained
-    return torch.stack([left_over(site.logits(task, model), labels, log_pi) for model in (task.weights, own)])
+    return torch.stack(
+        [left_over(site.logits(task, model), labels, log_pi) for model in (task.weights, own)]
+    )
 
 
 def watch(task: Task, site: Site, trained: Weights | None = None) -> None:
@@ -86,18 +96,24 @@ def watch(task: Task, site: Site, trained: Weights | None = None) -> None:
 
 
 def _keep(site: Site, new: Tensor) -> None:
-    old = site.memory.get(EVIDENCE, torch.full_like(new, math.inf)).to(new.device, non_blocking=True)
+    old = site.memory.get(EVIDENCE, torch.full_like(new, math.inf)).to(
+        new.device, non_blocking=True
+    )
     site.memory[EVIDENCE] = torch.where(new < old, new, old)
 
 
 def score(task: Task, site: Site) -> Reply:
-    """What a client says about its labels, from the rounds that it has watched and the model that it receives now."""
+    """What a client says about its labels, from the rounds that it has watched and
+    the model that it receives now.
+    """
     if EVIDENCE not in site.memory or not site.memory[EVIDENCE].isfinite().all():
         watch(task, site)
     else:
         received = left_over(site.logits(task, task.weights), site.labels, log_prior(site.counts))
         _keep(site, torch.stack([received, torch.full_like(received, math.inf)]))
-    return Reply(site.client, site.size, metrics=dict(zip(SENT, site.memory[EVIDENCE].tolist(), strict=True)))
+    return Reply(
+        site.client, site.size, metrics=dict(zip(SENT, site.memory[EVIDENCE].tolist(), strict=True))
+    )
 
 
 # Server
@@ -134,9 +150,12 @@ class Judgement:
 
 
 def judge(
-    evidence: Sequence[Sequence[float]], before: tuple[float, float] | None = None, alike: bool = False
+    evidence: Sequence[Sequence[float]],
+    before: tuple[float, float] | None = None,
+    alike: bool = False,
 ) -> Judgement:
-    """Flags the clients whose explained share is below the cut, which is looked for unless it is given.
+    """Flags the clients whose explained share is below the cut, which is
+    looked for unless it is given.
 
     A client with one class alone tells nothing, and is not flagged: e = 1.
 
@@ -147,7 +166,8 @@ def judge(
     """
     left = np.array(evidence, dtype=np.float64).reshape(-1, 2)
     told = left.any(axis=1)
-    e = np.clip(1 - left.mean(axis=1), 0, 1)  # one client far below 0 would set the scale for all others
+    # one client far below 0 would set the scale for all others
+    e = np.clip(1 - left.mean(axis=1), 0, 1)
     look = cut_beyond if alike else find_cut
     found = look(e[told]) if before is None and told.any() else (ALIKE, 1.0, False)
     cut, steepness, parted = found if before is None else (*before, True)
@@ -160,11 +180,14 @@ def judge(
     reason = f"{who} flagged: explained shares {shares}, cut at {cut:.2f}"
     if everybody:
         reason += " (or the warm-up was too short to tell)"
-    return Judgement(e, tuple(bool(flag) for flag in noisy), posterior, cut, steepness, parted, everybody, reason)
+    return Judgement(
+        e, tuple(bool(flag) for flag in noisy), posterior, cut, steepness, parted, everybody, reason
+    )
 
 
 def find_cut(shares: FloatArray) -> tuple[float, float, bool]:
-    """Where noisy clients end, how steep the posterior is there, and whether it lies between two groups.
+    """Where noisy clients end, how steep the posterior is there, and
+    whether it lies between two groups.
 
     Where all are alike it lies below all or above all of them.
     """
@@ -185,7 +208,11 @@ def cut_beyond(shares: FloatArray) -> tuple[float, float, bool]:
     middle, variance = float(np.median(x)), float(x.var()) + SCATTER
     if middle < ALIKE:
         return max(ALIKE, float(x[-1]) + math.sqrt(SCATTER)), (ALIKE - middle) / variance, False
-    return min(BELOW * middle, float(x[0]) - math.sqrt(SCATTER)), (1 - BELOW) * middle / variance, False
+    return (
+        min(BELOW * middle, float(x[0]) - math.sqrt(SCATTER)),
+        (1 - BELOW) * middle / variance,
+        False,
+    )
 
 
 def _two_kinds(low: float, high: float, likelier: float, clients: int) -> bool:

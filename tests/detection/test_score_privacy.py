@@ -1,4 +1,6 @@
-"""What sites hold back: exactly the small classes, noise of exactly the promised size, and never from a known seed."""
+"""What sites hold back: exactly the small classes, noise of exactly the promised size,
+and never from a known seed.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from fednoro.core.types import Clients, Reply, Task, UserError
-from fednoro.engine import EagerEngine
-from fednoro.methods import Method
-from fednoro.methods.fednoro import FedNoRo
-from fednoro.privacy import (
+from fednoro.detection.score_privacy import (
     NOISE_SEED,
     Protection,
     loss_bound,
@@ -28,8 +27,13 @@ from fednoro.privacy import (
     protect,
     withhold,
 )
+from fednoro.engine import EagerEngine
+from fednoro.methods import Method
+from fednoro.methods.fednoro import FedNoRo
 
-LABELS = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(lambda found: np.array(found, dtype=np.int64))
+LABELS = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(
+    lambda found: np.array(found, dtype=np.int64)
+)
 EPSILONS = st.floats(1e-3, 1e3)
 
 
@@ -44,7 +48,9 @@ def losses_for(labels: np.ndarray, seed: int = 0) -> np.ndarray:
     counts=arrays.arrays(np.float64, 6, elements=st.integers(0, 20).map(float)),
     min_count=st.integers(0, 25),
 )
-def test_withholding_removes_the_small_classes_and_nothing_else(counts: np.ndarray, min_count: int) -> None:
+def test_withholding_removes_the_small_classes_and_nothing_else(
+    counts: np.ndarray, min_count: int
+) -> None:
     losses = np.where(counts > 0, np.arange(6.0) + 0.25, np.nan)
     sent, told = withhold(losses, counts, min_count)
     for c in range(6):
@@ -77,45 +83,67 @@ def test_noisy_losses_stay_within_bounds_and_counts_tell_nothing_but_presence(
 # Noise
 
 
-@given(labels=LABELS, at=st.integers(0, 10**6), swapped=st.floats(allow_nan=True), seed=st.integers(0, 2**32))
+@given(
+    labels=LABELS,
+    at=st.integers(0, 10**6),
+    swapped=st.floats(allow_nan=True),
+    seed=st.integers(0, 2**32),
+)
 def test_replacing_one_sample_moves_its_class_by_the_sensitivity_at_most(
     labels: np.ndarray, at: int, swapped: float, seed: int
 ) -> None:
-    """With the same noise, two neighbours differ in one class, by B/n at most: ε times that over the scale is ε."""
+    """With the same noise, two neighbours differ in one class, by B/n at most: ε
+    times that over the scale is ε.
+    """
     losses = losses_for(labels, seed)
     neighbour = losses.copy()
     neighbour[at % len(labels)] = swapped
     bound, own = loss_bound(5), int(labels[at % len(labels)])
-    rows = [noisy_class_losses(v, labels, 5, 1e6, np.random.default_rng(seed))[0] for v in (losses, neighbour)]
+    rows = [
+        noisy_class_losses(v, labels, 5, 1e6, np.random.default_rng(seed))[0]
+        for v in (losses, neighbour)
+    ]
     moved = np.abs(rows[0] - rows[1])
     assert np.nan_to_num(np.delete(moved, own)).max(initial=0) == 0
     assert moved[own] <= bound / (labels == own).sum() * (1 + 1e-12)
 
 
 @given(labels=LABELS, epsilon=EPSILONS, seed=st.integers(0, 2**32))
-def test_noise_is_laplace_of_bound_over_count_and_epsilon(labels: np.ndarray, epsilon: float, seed: int) -> None:
+def test_noise_is_laplace_of_bound_over_count_and_epsilon(
+    labels: np.ndarray, epsilon: float, seed: int
+) -> None:
     """Re-derived in plain Python from the same draws."""
     losses, bound = losses_for(labels, seed), math.log(5)
     drawn = np.random.default_rng(seed).laplace(size=5).tolist()
     found, _ = noisy_class_losses(losses, labels, 5, epsilon, np.random.default_rng(seed))
     for c in range(5):
-        mine = [min(v, bound) for v, y in zip(losses.tolist(), labels.tolist(), strict=True) if y == c]
+        mine = [
+            min(v, bound) for v, y in zip(losses.tolist(), labels.tolist(), strict=True) if y == c
+        ]
         if mine:
             wanted = sum(mine) / len(mine) + bound / (len(mine) * epsilon) * drawn[c]
             assert found[c] == pytest.approx(min(max(wanted, 0.0), bound), rel=1e-9, abs=1e-12)
 
 
 def test_measured_noise_has_the_promised_scale_and_no_bias() -> None:
-    """20,000 draws in the middle of the range, where nothing is clipped: mean, mean deviation and tails of Laplace."""
+    """20,000 draws in the middle of the range, where nothing is clipped: mean, mean
+    deviation and tails of Laplace.
+    """
     n, epsilon, classes = 50, 4.0, 10
     bound = math.log(classes)
     scale = bound / (n * epsilon)
     labels, losses = np.repeat(np.arange(classes), n), np.full(n * classes, bound / 2)
     rng = np.random.default_rng(3)
-    drawn = np.stack([noisy_class_losses(losses, labels, classes, epsilon, rng)[0] for _ in range(2000)]) - bound / 2
+    drawn = (
+        np.stack(
+            [noisy_class_losses(losses, labels, classes, epsilon, rng)[0] for _ in range(2000)]
+        )
+        - bound / 2
+    )
     deviation = np.abs(drawn)
     assert drawn.mean() == pytest.approx(0, abs=5 * scale * math.sqrt(2 / drawn.size))
-    assert deviation.mean() == pytest.approx(scale, rel=5 / math.sqrt(drawn.size))  # |X| is exponential: std = mean
+    # |X| is exponential: std = mean
+    assert deviation.mean() == pytest.approx(scale, rel=5 / math.sqrt(drawn.size))
     for k in (1, 2, 3):
         share = math.exp(-k)
         error = math.sqrt(share * (1 - share) / drawn.size)
@@ -125,14 +153,19 @@ def test_measured_noise_has_the_promised_scale_and_no_bias() -> None:
 
 
 def test_the_probability_of_an_answer_changes_by_no_more_than_e_to_the_epsilon() -> None:
-    """The worst pair of neighbours, by counting: one class of one sample, its loss 0 or beyond the bound."""
+    """The worst pair of neighbours, by counting: one class of one sample,
+    its loss 0 or beyond the bound.
+    """
     epsilon, labels, draws = 1.0, np.zeros(1, dtype=np.int64), 20_000
     answers = [
-        np.array([
-            noisy_class_losses(np.array([loss]), labels, 2, epsilon, rng)[0][0] for _ in range(draws)
-        ])
+        np.array(
+            [
+                noisy_class_losses(np.array([loss]), labels, 2, epsilon, rng)[0][0]
+                for _ in range(draws)
+            ]
+        )
         for loss, rng in ((0.0, np.random.default_rng(1)), (99.0, np.random.default_rng(2)))
-    ]  # fmt: skip
+    ]
     edges = np.linspace(0, loss_bound(2), 6)
     low, high = (np.histogram(np.clip(a, 0, edges[-1]), edges)[0] / draws for a in answers)
     ends = [[(a == end).mean() for end in (0.0, loss_bound(2))] for a in answers]
@@ -143,12 +176,20 @@ def test_the_probability_of_an_answer_changes_by_no_more_than_e_to_the_epsilon()
 
 def test_broken_losses_say_no_more_than_the_largest_one() -> None:
     labels = np.array([0, 0, 1])
-    sound, _ = noisy_class_losses(np.array([99.0, 1.0, 0.5]), labels, 2, 5.0, np.random.default_rng(0))
+    sound, _ = noisy_class_losses(
+        np.array([99.0, 1.0, 0.5]), labels, 2, 5.0, np.random.default_rng(0)
+    )
     for broken in (math.nan, math.inf):
-        found, _ = noisy_class_losses(np.array([broken, 1.0, 0.5]), labels, 2, 5.0, np.random.default_rng(0))
+        found, _ = noisy_class_losses(
+            np.array([broken, 1.0, 0.5]), labels, 2, 5.0, np.random.default_rng(0)
+        )
         assert found.tobytes() == sound.tobytes()
-    zero, _ = noisy_class_losses(np.array([0.0, 1.0, 0.5]), labels, 2, 5.0, np.random.default_rng(0))
-    negative, _ = noisy_class_losses(np.array([-math.inf, 1.0, 0.5]), labels, 2, 5.0, np.random.default_rng(0))
+    zero, _ = noisy_class_losses(
+        np.array([0.0, 1.0, 0.5]), labels, 2, 5.0, np.random.default_rng(0)
+    )
+    negative, _ = noisy_class_losses(
+        np.array([-math.inf, 1.0, 0.5]), labels, 2, 5.0, np.random.default_rng(0)
+    )
     assert negative.tobytes() == zero.tobytes()
 
 
@@ -158,14 +199,18 @@ def test_a_class_more_does_not_move_another_classes_noise(labels: np.ndarray, se
     assume(4 not in labels)
     losses = losses_for(labels)
     before, _ = noisy_class_losses(losses, labels, 5, 1.0, np.random.default_rng(seed))
-    after, _ = noisy_class_losses(np.append(losses, 1.0), np.append(labels, 4), 5, 1.0, np.random.default_rng(seed))
+    after, _ = noisy_class_losses(
+        np.append(losses, 1.0), np.append(labels, 4), 5, 1.0, np.random.default_rng(seed)
+    )
     assert before[:4].tobytes() == after[:4].tobytes()
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])
 def test_epsilon_must_be_a_positive_number(epsilon: float) -> None:
     with pytest.raises(UserError, match="score_epsilon must be a number above 0"):
-        noisy_class_losses(np.ones(1), np.zeros(1, dtype=np.int64), 2, epsilon, np.random.default_rng(0))
+        noisy_class_losses(
+            np.ones(1), np.zeros(1, dtype=np.int64), 2, epsilon, np.random.default_rng(0)
+        )
 
 
 # In the method
@@ -191,10 +236,14 @@ class TestFedNoRo:
     def test_defaults_send_what_they_always_did(self) -> None:
         method = FedNoRo(warmup=2)
         assert (method.score_min_count, method.score_epsilon) == (0, None)
-        task = next(iter(method.plan(dataclasses.replace(start(), round=2), clients_of([1])).values()))
+        task = next(
+            iter(method.plan(dataclasses.replace(start(), round=2), clients_of([1])).values())
+        )
         assert task.name == "score" and task.settings == {}
         for reply, labels in zip(scored(method), MIXED, strict=True):
-            assert reply.arrays["counts"].tolist() == np.bincount(labels, minlength=CLASSES).tolist()
+            assert (
+                reply.arrays["counts"].tolist() == np.bincount(labels, minlength=CLASSES).tolist()
+            )
 
     def test_small_classes_are_missing_and_the_rest_keep_their_bits(self) -> None:
         plain, held_back = scored(FedNoRo(warmup=2)), scored(FedNoRo(warmup=2, score_min_count=3))
@@ -202,12 +251,16 @@ class TestFedNoRo:
             kept = a.arrays["counts"] >= 3
             assert np.isnan(b.arrays["losses"][~kept]).all() and not b.arrays["counts"][~kept].any()
             assert b.arrays["losses"][kept].tobytes() == a.arrays["losses"][kept].tobytes()
-        assert not held_back[3].arrays["counts"].any()  # the client with one image says nothing at all
+        # the client with one image says nothing at all
+        assert not held_back[3].arrays["counts"].any()
 
     def test_noise_follows_from_the_seed_the_round_and_the_client(self) -> None:
-        one, again, other = (scored(FedNoRo(warmup=2, score_epsilon=1.0), seed) for seed in (0, 0, 1))
+        one, again, other = (
+            scored(FedNoRo(warmup=2, score_epsilon=1.0), seed) for seed in (0, 0, 1)
+        )
         assert all(
-            a.arrays["losses"].tobytes() == b.arrays["losses"].tobytes() for a, b in zip(one, again, strict=True)
+            a.arrays["losses"].tobytes() == b.arrays["losses"].tobytes()
+            for a, b in zip(one, again, strict=True)
         )
         plain = scored(FedNoRo(warmup=2))
         assert all(
@@ -221,7 +274,9 @@ class TestFedNoRo:
         exact, noisy = scored(FedNoRo(warmup=2)), scored(FedNoRo(warmup=2, score_epsilon=1e9))
         for a, b in zip(exact, noisy, strict=True):
             below = np.nan_to_num(a.arrays["losses"]) < loss_bound(CLASSES) / 2
-            assert b.arrays["losses"][below] == pytest.approx(a.arrays["losses"][below], abs=1e-6, nan_ok=True)
+            assert b.arrays["losses"][below] == pytest.approx(
+                a.arrays["losses"][below], abs=1e-6, nan_ok=True
+            )
             assert np.array_equal(b.arrays["counts"], (a.arrays["counts"] > 0).astype(float))
 
     @pytest.mark.parametrize("options", [{"score_epsilon": 0.0}, {"score_min_count": -1}])
@@ -258,9 +313,15 @@ def test_a_site_takes_the_stricter_of_its_own_wishes_and_the_servers() -> None:
 def test_a_sites_noise_comes_from_no_seed_that_the_server_knows() -> None:
     server = FedNoRo(score_epsilon=1.0)
     for wanted in (Protection(), Protection(score_epsilon=1.0)):
-        seeds = {protect(server, score_task(**{NOISE_SEED: 7}), wanted)[1].settings[NOISE_SEED] for _ in range(3)}
+        seeds = {
+            protect(server, score_task(**{NOISE_SEED: 7}), wanted)[1].settings[NOISE_SEED]
+            for _ in range(3)
+        }
         assert len(seeds) == 3 and 7 not in seeds and max(seeds) > 2**100
-    drawn = [noise_generator(protect(server, score_task(), Protection())[1], 0).random() for _ in range(2)]
+    drawn = [
+        noise_generator(protect(server, score_task(), Protection())[1], 0).random()
+        for _ in range(2)
+    ]
     assert drawn[0] != drawn[1]
 
 
