@@ -79,7 +79,9 @@ def _show_named(console: Console, name: str, kinds: dict[str, dict[str, type[Any
 
 
 def _show(console: Console, name: str, kind: type[Any]) -> None:
-    console.print(f"[bold]{name}[/]  {escape((kind.__doc__ or '').splitlines()[0])}", highlight=False)
+    from fednoro.core.options import summary
+
+    console.print(f"[bold]{name}[/]  {escape(summary(kind))}", highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 3))
     for item in dataclasses.fields(kind):
         table.add_row(item.name, _default(item), escape(_meaning(item)))

@@ -40,9 +40,9 @@ from fednoro.core.types import (
     Task,
     UserError,
 )
-from fednoro.methods.fedavg import advance
 from fednoro.methods.fedla import FedLA
 from fednoro.methods.fednoro_plus import CORRECTED_FROM, SOFT
+from fednoro.methods.method import advance
 
 Scores = Literal["early", "cross_fit", "corrected"]
 # What a site keeps in its memory: softmax f, softmax(f + log π), and the thresholds.

@@ -132,8 +132,8 @@ def distance_weights(distances: Tensor, sizes: ArrayLike | Tensor) -> Tensor:
     by_size = size_weights(sizes)
     if distances.shape != by_size.shape:
         raise UserError(
-            f"distances must have one entry per client ({len(by_size)}), got "
-            f"{tuple(distances.shape)}"
+            "distances must have one entry per client "
+            f"({len(by_size)}), got {tuple(distances.shape)}"
         )
     if not distances.any():
         return by_size
@@ -158,8 +158,8 @@ def mix(models: Tensor, weights: Tensor) -> Tensor:
     """
     if models.ndim != 2 or not len(models) or weights.shape != models.shape[:1]:
         raise UserError(
-            f"mix needs a K×P matrix and K weights, got shapes {tuple(models.shape)} and "
-            f"{tuple(weights.shape)}"
+            "mix needs a K×P matrix and K weights, got shapes "
+            f"{tuple(models.shape)} and {tuple(weights.shape)}"
         )
     first, *rest = weights.tolist()
     # starting from the first row rather than from 0 keeps a single model's
@@ -233,8 +233,8 @@ def _vectors(
     if isinstance(models, Tensor):
         if models.ndim != 2 or not models.numel() or not models.is_floating_point():
             raise UserError(
-                f"models must be a floating-point K×P matrix, got {models.dtype} of shape "
-                f"{tuple(models.shape)}"
+                f"models must be a floating-point K×P matrix, got {models.dtype} "
+                f"of shape {tuple(models.shape)}"
             )
         vectors = list(models.detach().unbind())
     elif models and all(isinstance(model, Tensor) for model in models):
@@ -246,10 +246,9 @@ def _vectors(
                 or not vector.is_floating_point()
             ):
                 raise UserError(
-                    f"models must be floating-point vectors of one length, got {vector.dtype} of "
-                    "shape "
-                    f"{tuple(vector.shape)} for client {k} and {tuple(vectors[0].shape)} for "
-                    "client 0"
+                    f"models must be floating-point vectors of one length, got {vector.dtype} "
+                    f"of shape {tuple(vector.shape)} for client {k} and "
+                    f"{tuple(vectors[0].shape)} for client 0"
                 )
     else:
         matrix, segments = _stack(cast("Sequence[Mapping[str, Tensor]]", models))
@@ -281,8 +280,8 @@ def _stack(models: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, list[int]]:
             if value.shape != other.shape or value.is_floating_point() != other.is_floating_point():
                 raise UserError(
                     f"models must have the same shapes, {key!r} is {value.dtype} "
-                    f"{tuple(value.shape)} "
-                    f"at client 0 and {other.dtype} {tuple(other.shape)} at client {k}"
+                    f"{tuple(value.shape)} at client 0 and {other.dtype} "
+                    f"{tuple(other.shape)} at client {k}"
                 )
     keys = [key for key, value in first.items() if value.is_floating_point()]
     if not keys:
@@ -312,8 +311,8 @@ def _flags(noisy: ArrayLike | Tensor, k: int) -> Tensor:
     flagged = given.bool()
     if not torch.equal(flagged.to(given), given):
         raise UserError(
-            f"noisy must say for each client whether it is, got {given.tolist()}: "
-            f"with client numbers, [k in numbers for k in range({k})]"
+            f"noisy must say for each client whether it is, got {given.tolist()}: with client "
+            f"numbers, [k in numbers for k in range({k})]"
         )
     return flagged
 

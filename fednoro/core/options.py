@@ -56,6 +56,11 @@ def allowed(field: dataclasses.Field[Any]) -> str:
     return ""
 
 
+def summary(kind: type[Any]) -> str:
+    """The first paragraph of a class's docstring, on one line."""
+    return " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+
+
 def imported(name: str, what: str) -> Any:
     """What `module:name` in a configuration stands for; whatever goes wrong in the
     user's module is told as such.

@@ -25,8 +25,8 @@ class Dataset:
         n = len(self.labels)
         if self.images.ndim != 4 or self.images.dtype != np.uint8 or len(self.images) != n:
             raise UserError(
-                f"images must be uint8 [N, H, W, C] with N = {n}, got {self.images.dtype} "
-                f"{self.images.shape}"
+                f"images must be uint8 [N, H, W, C] with N = {n}, got "
+                f"{self.images.dtype} {self.images.shape}"
             )
         if n and not 0 <= self.labels.min() <= self.labels.max() < len(self.classes):
             raise UserError(

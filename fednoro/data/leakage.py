@@ -55,8 +55,8 @@ def _shared(
     found["identical_images"] = identical(dataset.images, part, others)
     if found["identical_images"]:
         _warn(
-            f"{found['identical_images']} images of the {name} part are pixel-identical to "
-            f"{other_name} images"
+            f"{found['identical_images']} images of the {name} part are "
+            f"pixel-identical to {other_name} images"
         )
     return found
 

@@ -73,8 +73,8 @@ def bernoulli_dirichlet(
                 f"{_TRIES - orphaned} left a client with fewer than {min_size} samples ({way_out})"
             )
         raise UserError(
-            f"no split of {len(labels)} samples over {clients} clients with alpha = {alpha:g} "
-            f"in {_TRIES} draws: {', '.join(causes)}"
+            f"no split of {len(labels)} samples over {clients} clients with alpha = {alpha:g} in "
+            f"{_TRIES} draws: {', '.join(causes)}"
         )
 
     owner = np.empty(len(labels), dtype=np.int64)
@@ -126,8 +126,8 @@ def _check_sizes(labels: IntArray, clients: int, min_size: int) -> None:
         raise UserError(f"min_size must be >= 1, got {min_size}")
     if clients * min_size > len(labels):
         raise UserError(
-            f"clients must be at most {len(labels) // min_size} for {len(labels)} samples "
-            f"with min_size = {min_size}, got {clients}"
+            f"clients must be at most {len(labels) // min_size} for {len(labels)} samples with "
+            f"min_size = {min_size}, got {clients}"
         )
 
 
@@ -237,8 +237,7 @@ class ByColumn(Options):
         if sites is None:
             raise UserError(
                 "partition by_column: the data has no site column; use ham10000, isic2019 or a "
-                "folder with sites, "
-                "or another partition (bernoulli_dirichlet, dirichlet, iid)"
+                "folder with sites, or another partition (bernoulli_dirichlet, dirichlet, iid)"
             )
         if len(sites) != len(labels):
             raise UserError(

@@ -51,8 +51,8 @@ class Split(Options):
         super().__post_init__()
         if self.test + self.validation >= 1:
             raise UserError(
-                f"split.test and split.validation must leave images to train on, got {self.test} "
-                f"and {self.validation}"
+                "split.test and split.validation must leave images to train on, got "
+                f"{self.test} and {self.validation}"
             )
 
     def parts(self, dataset: Dataset, rng: np.random.Generator) -> Parts:
@@ -76,8 +76,8 @@ def read_split(path: Path, dataset: Dataset) -> Parts:
     position = {sample: i for i, sample in enumerate(ids)}
     if len(position) != len(ids):
         raise UserError(
-            f"split.file {path}: the data's ids are not unique, so a split cannot be looked up by "
-            "id"
+            f"split.file {path}: the data's ids are not unique, so a "
+            "split cannot be looked up by id"
         )
     part, line_of = np.full(len(ids), -1), dict[str, int]()
     for line, row in read_table(path, ("id", "part")):
@@ -98,8 +98,7 @@ def read_split(path: Path, dataset: Dataset) -> Parts:
     if len(unlisted):
         raise UserError(
             f"split.file {path} does not list {len(unlisted)} of the {len(ids)} images, "
-            f"{ids[unlisted[0]]!r} first: "
-            "it must give each a part"
+            f"{ids[unlisted[0]]!r} first: it must give each a part"
         )
     for side in ("train", "test"):
         missing = np.setdiff1d(dataset.labels, dataset.labels[part == PARTS.index(side)])
@@ -179,8 +178,8 @@ def _two_sides(
         missing = np.setdiff1d(labels, labels[here])
         if len(missing):
             warnings.warn(
-                f"too few {unit}s to have label {', '.join(map(str, missing))} on both sides: "
-                f"none in the {side} set",
+                f"too few {unit}s to have label {', '.join(map(str, missing))} on "
+                f"both sides: none in the {side} set",
                 FedNoRoWarning,
                 stacklevel=3,
             )

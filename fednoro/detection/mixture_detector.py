@@ -130,8 +130,8 @@ class NoisyClientDetector:
                 _warn(f"classes held by nobody, counted as loss 0: {_listed(unheld)}")
             if (flat := ~unheld & (self.low_ == self.high_)).any():
                 _warn(
-                    "classes with the same loss at every client, which tell nothing: "
-                    f"{_listed(flat)}"
+                    "classes with the same loss at every client, "
+                    f"which tell nothing: {_listed(flat)}"
                 )
             self.reason_ = self._split(points)
         self.noisy_, self.posterior_ = self._judge(self.normalised_)
@@ -184,8 +184,8 @@ class NoisyClientDetector:
         if state["mixture"] is not None:
             if "covariances_" not in state["mixture"]:
                 raise UserError(
-                    "the verdicts of this run are an earlier version's, which cannot judge "
-                    "clients who come late"
+                    "the verdicts of this run are an earlier version's, which "
+                    "cannot judge clients who come late"
                 )
             weights, means, covariances = (
                 np.array(state["mixture"][name], dtype=np.float64) for name in _MIXTURE

@@ -6,13 +6,13 @@ from typing import Any
 
 from fednoro.core.options import imported
 from fednoro.core.types import UserError
-from fednoro.methods.fedavg import Method
 from fednoro.methods.fedcorr import FedCorr, FedCorrLA
 from fednoro.methods.fedla import FedLA
 from fednoro.methods.fedlsr import FedLSR
 from fednoro.methods.fednoro import FedNoRo
 from fednoro.methods.fednoro_plus import FedNoRoPlus
 from fednoro.methods.fedprox import FedProx
+from fednoro.methods.method import Method
 from fednoro.methods.rhfl import RHFL
 from fednoro.methods.rofl import RoFL
 
@@ -30,9 +30,20 @@ METHODS: dict[str, type[Method]] = {
 }
 
 __all__ = [
-    "METHODS", "RHFL", "FedCorr", "FedCorrLA", "FedLA", "FedLSR", "FedNoRo", "FedNoRoPlus", "FedProx", "Method", "RoFL",
-    "find_method", "name_of",
-]  # fmt: skip
+    "METHODS",
+    "RHFL",
+    "FedCorr",
+    "FedCorrLA",
+    "FedLA",
+    "FedLSR",
+    "FedNoRo",
+    "FedNoRoPlus",
+    "FedProx",
+    "Method",
+    "RoFL",
+    "find_method",
+    "name_of",
+]
 
 
 def find_method(name: str) -> type[Method]:
@@ -41,7 +52,10 @@ def find_method(name: str) -> type[Method]:
         return METHODS[name]
     kind = imported(name, "method")
     if not (isinstance(kind, type) and issubclass(kind, Method) and _frozen(kind)):
-        raise UserError(f"method {name!r} is no method: it must be a frozen dataclass that extends fednoro's Method")
+        raise UserError(
+            f"method {name!r} is no method: it must be a frozen "
+            "dataclass that extends fednoro's Method"
+        )
     return kind
 
 
@@ -49,9 +63,15 @@ def name_of(kind: type[Method]) -> str:
     """What `find_method` finds it by; in another process too, if it can be imported there."""
     registered = next((name for name, other in METHODS.items() if other is kind), None)
     own = f"{kind.__module__}:{kind.__qualname__}"
-    if kind.__module__.startswith("fednoro.") or kind.__module__ == "__main__" or not _finds(own, kind):
+    if (
+        kind.__module__.startswith("fednoro.")
+        or kind.__module__ == "__main__"
+        or not _finds(own, kind)
+    ):
         if registered is None:
-            raise UserError(f"{own} can be found by nobody: put it into a module, or register it in METHODS")
+            raise UserError(
+                f"{own} can be found by nobody: put it into a module, or register it in METHODS"
+            )
         return registered
     return own
 

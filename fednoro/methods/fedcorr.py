@@ -1,27 +1,31 @@
-"""FedCorr: estimate each client's noise level, correct its labels, then train on clean clients and on all.
+"""FedCorr: estimate each client's noise level, correct its labels, then train
+on clean clients and on all.
 
-Xu et al., FedCorr: Multi-Stage Federated Learning for Label Noise Correction, CVPR 2022. Local training is mixup,
+Xu et al., FedCorr: Multi-Stage Federated Learning for Label Noise Correction, CVPR
+2022. Local training is mixup,
 
-    x̃ = λ x_i + (1 − λ) x_j,   L = λ CE(f(x̃), y_i) + (1 − λ) CE(f(x̃), y_j),   λ ~ Beta(1, 1), j from the same batch
+    x̃ = λ x_i + (1 − λ) x_j,   λ ~ Beta(1, 1),   j from the same batch
+    L = λ CE(f(x̃), y_i) + (1 − λ) CE(f(x̃), y_j)
 
-Stage 1, pre-processing, T1 iterations outside of the rounds. In each, every client is visited once, in random order:
-it trains w_g on L + β μ_k ‖w − w_g‖₂, and w_g becomes its model. Then, with that model and plain images, it computes
-each sample's CE, and the mean over its samples of LID_i = −k / Σ_j log(d_j / d_k), d_j the distances to the k nearest
-neighbours in softmax space. A mixture of two Gaussians splits the clients by their LIDs so far; the component of the
-larger mean is noisy. A noisy client splits its samples' losses by another: μ_k is the share outside the component of
-the smaller mean (μ_k = 0 for the others), and of its N_k μ_k / 2 largest losses, those for which w_g is sure,
-max p > ½, take the label argmax p for good.
+Stage 1, pre-processing, T1 iterations outside of the rounds. In each, every client is visited once,
+in random order: it trains w_g on L + β μ_k ‖w − w_g‖₂, and w_g becomes its model. Then, with that
+model and plain images, it computes each sample's CE, and the mean over its samples of LID_i = −k /
+Σ_j log(d_j / d_k), d_j the distances to the k nearest neighbours in softmax space. A mixture of two
+Gaussians splits the clients by their LIDs so far; the component of the larger mean is noisy. A
+noisy client splits its samples' losses by another: μ_k is the share outside the component of the
+smaller mean (μ_k = 0 for the others), and of its N_k μ_k / 2 largest losses, those for which w_g is
+sure, max p > ½, take the label argmax p for good.
 
-Stage 2, fine-tuning, rounds 1..T2: FedAvg on the clients with μ_k ≤ 0.1. Then the others relabel all of their samples
-for which w_g is sure.
+Stage 2, fine-tuning, rounds 1..T2: FedAvg on the clients with μ_k ≤ 0.1. Then the others relabel
+all of their samples for which w_g is sure.
 
 Stage 3, usual training, rounds T2+1..T: FedAvg on all.
 
 FedCorr+LA has f(x̃) + log π_k in L, with π_k of the labels as they are by then.
 
-LIDs are averaged over a client's visits, not summed: the same split, and a client that missed a visit does not look
-clean. A client that could never be judged (it was away, it failed, it has too few images) is left out of stage 2, and
-keeps its labels.
+LIDs are averaged over a client's visits, not summed: the same split, and a client that missed a
+visit does not look clean. A client that could never be judged (it was away, it failed, it has too
+few images) is left out of stage 2, and keeps its labels.
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ from fednoro.core.types import (
     UserError,
 )
 from fednoro.detection.indicators import lid
-from fednoro.methods.fedavg import Method
-from fednoro.relabel import believed, upper_component, worst
+from fednoro.methods.method import Method
+from fednoro.methods.relabel import believed, upper_component, worst
 
 FEWEST = 5  # images for a LID: with fewer than 4 neighbours the estimate has no finite variance
 UNTRUSTED = 1.0  # the noise level of a client that was flagged and did not say its own
@@ -60,21 +64,32 @@ UNTRUSTED = 1.0  # the noise level of a client that was flagged and did not say 
 
 @dataclass(frozen=True)
 class FedCorr(Method):
-    """Finds noisy clients by LID, corrects their labels, fine-tunes on clean clients, then trains on all."""
+    """Finds noisy clients by LID, corrects their labels, fine-tunes on clean
+    clients, then trains on all.
+    """
 
     draws: ClassVar[int] = 2  # λ, and the order of the images that are mixed in
 
     iterations: int = option(2, "visits to every client before the rounds begin (T1)", ge=1)
-    finetune: int | None = option(None, "rounds on clean clients only (T2); default: half of train.rounds", ge=0)
+    finetune: int | None = option(
+        None, "rounds on clean clients only (T2); default: half of train.rounds", ge=0
+    )
     beta: float = option(5.0, "weight of the proximal term", ge=0)
     neighbours: int = option(20, "neighbours that a LID is estimated from (k)", ge=4)
-    relabel: float = option(0.5, "share of the samples taken for wrong that may be relabelled in stage 1", ge=0, le=1)
-    confidence: float = option(0.5, "probability that the global model must exceed to relabel a sample", ge=0, le=1)
+    relabel: float = option(
+        0.5, "share of the samples taken for wrong that may be relabelled in stage 1", ge=0, le=1
+    )
+    confidence: float = option(
+        0.5, "probability that the global model must exceed to relabel a sample", ge=0, le=1
+    )
     clean_level: float = option(0.1, "largest noise level of a clean client", ge=0, le=1)
 
     def check(self, rounds: int) -> None:
         if self.finetune is not None and self.finetune > rounds:
-            raise UserError(f"method.finetune must be at most train.rounds ({rounds}), got {self.finetune}: set either")
+            raise UserError(
+                f"method.finetune must be at most train.rounds ({rounds}), "
+                f"got {self.finetune}: set either"
+            )
 
     def last_of_stage_2(self, rounds: int) -> int:
         """T2."""
@@ -90,7 +105,9 @@ class FedCorr(Method):
             clean = sorted(k for k in clients.present if mu.get(k, UNTRUSTED) <= self.clean_level)
             if clean:
                 rng = generator(state.seed, "fedcorr.clean", state.round)
-                drawn = rng.choice(np.array(clean), min(len(clean), len(clients.drawn)), replace=False)
+                drawn = rng.choice(
+                    np.array(clean), min(len(clean), len(clients.drawn)), replace=False
+                )
                 chosen = tuple(sorted(int(k) for k in drawn))
         elif waiting := self._to_relabel(state, clients, mu):
             return {k: Task("relabel", state.round, state.model) for k in waiting}
@@ -102,10 +119,16 @@ class FedCorr(Method):
         iteration, visited = memo.get("iteration", 1), memo.get("visited", ())
         while iteration <= self.iterations:
             if left := [k for k in clients.present if k not in visited]:
-                chance = {k: generator(state.seed, "fedcorr.order", iteration, k).random() for k in left}
+                chance = {
+                    k: generator(state.seed, "fedcorr.order", iteration, k).random() for k in left
+                }
                 k = min(left, key=chance.__getitem__)
                 mu = self._levels(state, iteration - 1).get(k, 0.0)
-                return {k: Task(f"visit-{iteration}", state.round, state.model, {"mu": mu} if mu else {})}
+                return {
+                    k: Task(
+                        f"visit-{iteration}", state.round, state.model, {"mu": mu} if mu else {}
+                    )
+                }
             noisy = [k for k, p in _posteriors(state).items() if p > 0.5 and k in clients.present]
             if noisy and memo.get("corrected", 0) < iteration:
                 return {k: Task(f"correct-{iteration}", state.round, state.model) for k in noisy}
@@ -113,7 +136,9 @@ class FedCorr(Method):
         return {}
 
     def _to_relabel(self, state: State, clients: Clients, mu: dict[int, float]) -> list[int]:
-        """Noisy clients that have not relabelled yet: all at first, later those drawn, asked at most once a round."""
+        """Noisy clients that have not relabelled yet: all at first, later those
+        drawn, asked at most once a round.
+        """
         asked_in, done = state.memo.get("asked_in"), state.memo.get("relabelled", ())
         if asked_in == state.round:
             return []
@@ -140,22 +165,35 @@ class FedCorr(Method):
         if state.round < self.last_of_stage_2(state.rounds):
             stage = "fine-tuning"
             if all(mu.get(k, UNTRUSTED) > self.clean_level for k in replies.asked):
-                warnings.warn("no clean client to fine-tune on: noisy ones take part", FedNoRoWarning, stacklevel=2)
-        memo = {**state.memo, "detection": state.memo.get("detection") or self._detection(state, mu)}
+                warnings.warn(
+                    "no clean client to fine-tune on: noisy ones take part",
+                    FedNoRoWarning,
+                    stacklevel=2,
+                )
+        memo = {
+            **state.memo,
+            "detection": state.memo.get("detection") or self._detection(state, mu),
+        }
         return replace(super().fold(state, replies), stage=stage, memo=memo)
 
     def _corrected(self, state: State, replies: Replies, iteration: int) -> State:
         said = {reply.client: float(reply.metrics["mu"]) for reply in replies}
         before = self._levels(state, iteration - 1)
         mu = {
-            str(k): said.get(k, before.get(k) or UNTRUSTED) if p > 0.5 else 0.0 for k, p in _posteriors(state).items()
+            str(k): said.get(k, before.get(k) or UNTRUSTED) if p > 0.5 else 0.0
+            for k, p in _posteriors(state).items()
         }
         return replace(state, memo={**state.memo, "corrected": iteration, "mu": mu}, notes={})
 
     def _detection(self, state: State, mu: dict[int, float]) -> dict[str, Any]:
         """Who is noisy, as the run folder keeps it."""
         judged = {
-            str(k): {"noisy": mu.get(k, 0.0) > self.clean_level, "posterior": p, "lid": _lids(state)[k], "mu": mu[k]}
+            str(k): {
+                "noisy": mu.get(k, 0.0) > self.clean_level,
+                "posterior": p,
+                "lid": _lids(state)[k],
+                "mu": mu[k],
+            }
             for k, p in _posteriors(state).items()
             if k in mu
         }
@@ -175,10 +213,14 @@ class FedCorr(Method):
         logits = step.net(lam * step.x + (1 - lam) * step.x[order])
         if "log_pi" in step.aux:
             logits = logits + step.aux["log_pi"]
-        value = lam * F.cross_entropy(logits, step.y) + (1 - lam) * F.cross_entropy(logits, step.y[order])
+        value = lam * F.cross_entropy(logits, step.y) + (1 - lam) * F.cross_entropy(
+            logits, step.y[order]
+        )
         if "mu" in step.aux:
             # Unlike a square root's, the norm's gradient at w = w_g is 0.
-            distance = torch.linalg.vector_norm(drift(step.net.parameters(), step.anchor.parameters()))
+            distance = torch.linalg.vector_norm(
+                drift(step.net.parameters(), step.anchor.parameters())
+            )
             value = value + self.beta * step.aux["mu"] * distance
         return value
 
@@ -193,7 +235,9 @@ class FedCorr(Method):
         site.memory["losses"] = F.cross_entropy(logits, site.labels, reduction="none").cpu()
         if site.size < FEWEST:
             return reply
-        return replace(reply, metrics={**reply.metrics, "lid": lid(logits.softmax(1), self.neighbours).mean()})
+        return replace(
+            reply, metrics={**reply.metrics, "lid": lid(logits.softmax(1), self.neighbours).mean()}
+        )
 
     def _relabel(self, task: Task, site: Site, everything: bool) -> Reply:
         labels, p = site.labels.cpu(), site.logits(task, task.weights).double().softmax(1).cpu()
@@ -210,14 +254,18 @@ class FedCorr(Method):
 
 @dataclass(frozen=True)
 class FedCorrLA(FedCorr):
-    """FedCorr with logit adjustment by each client's class frequencies, as its labels are corrected."""
+    """FedCorr with logit adjustment by each client's class frequencies,
+    as its labels are corrected.
+    """
 
     def aux(self, task: Task, site: Site) -> dict[str, Tensor]:
         return {**super().aux(task, site), "log_pi": log_prior(site.counts)}
 
 
 def _visited(state: State, replies: Replies, iteration: int) -> State:
-    """The visited client's model becomes the global one; without an answer the model stays as it is."""
+    """The visited client's model becomes the global one; without an
+    answer the model stays as it is.
+    """
     memo = state.memo
     visited = memo["visited"] if memo.get("iteration") == iteration else []
     lids, model, notes = dict(memo.get("lids", {})), state.model, {}
@@ -227,7 +275,12 @@ def _visited(state: State, replies: Replies, iteration: int) -> State:
             lids[str(reply.client)] = [*lids.get(str(reply.client), []), value]
         if reply.weights is not None:
             model, notes = reply.weights, {reply.client: {"weight": 1.0}}
-    memo = {**memo, "iteration": iteration, "visited": sorted({*visited, *replies.asked}), "lids": lids}
+    memo = {
+        **memo,
+        "iteration": iteration,
+        "visited": sorted({*visited, *replies.asked}),
+        "lids": lids,
+    }
     return replace(state, model=model, memo=memo, notes=notes, stage="pre-processing")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fednoro.core.losses import log_prior, logit_adjusted_ce
 from fednoro.core.options import option
 from fednoro.core.types import Site, Step, Task
-from fednoro.methods.fedavg import Method
+from fednoro.methods.method import Method
 
 
 @dataclass(frozen=True)

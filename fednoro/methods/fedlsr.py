@@ -1,19 +1,21 @@
 """FedLSR: each client regularises itself by two views of its images.
 
-Jiang et al., Towards Federated Learning against Noisy Labels via Local Self-Regularization, CIKM 2022. Logits f_1 of
-x and f_2 of a stronger augmentation of x, p_i = softmax(f_i), q_i = softmax(3 f_i) kept ≥ 1e-6, λ ~ Beta(1, 1) for
-each batch:
+Jiang et al., Towards Federated Learning against Noisy Labels via Local Self-Regularization, CIKM
+2022. Logits f_1 of x and f_2 of a stronger augmentation of x, p_i = softmax(f_i), q_i = softmax(3
+f_i) kept ≥ 1e-6, λ ~ Beta(1, 1) for each batch:
 
     P = λ p_1 + (1 − λ) p_2,   P_sharp = P² / Σ P²
     client    CE(P_sharp, y) + γ_t JS(q_1, q_2) + λ_e H,   H = (H(q_1) + H(q_2)) / 2
               γ_t = γ min(t / t_w, 1),  t = 0, 1, …
     server    as FedAvg
 
-The published code (`reference`) differs in three places: its CE takes P_sharp for logits, so that a softmax is
-taken twice; H has the entropy of softmax(q_1) in both places; JS is averaged over batch and classes, C times less.
+The published code (`reference`) differs in three places: its CE takes P_sharp for logits, so that
+a softmax is taken twice; H has the entropy of softmax(q_1) in both places; JS is averaged over
+batch and classes, C times less.
 
-Colour images are mirrored with probability 1/2, jittered with probability 0.8 (brightness, contrast and saturation
-by up to 0.8, then hue by up to 0.2) and made grey with probability 0.2. Grey images are rotated by up to 30°.
+Colour images are mirrored with probability 1/2, jittered with probability 0.8 (brightness,
+contrast and saturation by up to 0.8, then hue by up to 0.2) and made grey with probability 0.2.
+Grey images are rotated by up to 30°.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from fednoro.core.losses import at_least_float32, entropy, js_divergence, sharpe
 from fednoro.core.options import option
 from fednoro.core.training import normalisation
 from fednoro.core.types import Site, Step, Task
-from fednoro.methods.fedavg import Method
+from fednoro.methods.method import Method
 
 FLOOR = 1e-6  # of q
 TURN = 30.0  # degrees
@@ -47,9 +49,13 @@ class FedLSR(Method):
     warmup: int = option(20, "rounds over which that weight rises from 0 (t_w)", ge=0)
     lam_e: float = option(0.6, "weight of the entropy", ge=0)
     view: Literal["auto", "colour", "rotation"] = option(
-        "auto", "the second view; auto: colour for three channels, else rotation; grey images as RGB want rotation"
+        "auto",
+        "the second view; auto: colour for three channels, else rotation; "
+        "grey images as RGB want rotation",
     )
-    behaviour: Literal["paper", "reference"] = option("paper", "as the paper says, or as its published code does")
+    behaviour: Literal["paper", "reference"] = option(
+        "paper", "as the paper says, or as its published code does"
+    )
 
     def aux(self, task: Task, site: Site) -> dict[str, Tensor]:
         gamma = self.gamma * min(task.round / self.warmup, 1.0) if self.warmup else self.gamma
@@ -72,7 +78,9 @@ class FedLSR(Method):
         return ce + step.aux["gamma"] * js + self.lam_e * h
 
     def second_view(self, x: Tensor, u: Tensor) -> Tensor:
-        """A stronger augmentation of normalised images by their uniforms (B×7), laid out as they are."""
+        """A stronger augmentation of normalised images by their uniforms
+        (B×7), laid out as they are.
+        """
         mean, deviation = normalisation(x.shape[1])
         colour = self.view == "colour" or (self.view == "auto" and x.shape[1] == 3)
         with torch.no_grad():
@@ -80,14 +88,20 @@ class FedLSR(Method):
             image = _per_channel(x, deviation, mean)  # to [0, 1]
             image = recoloured(image, u) if colour else rotated(image, u[:, 0])
             redone = _per_channel(
-                image, [1 / d for d in deviation], [-m / d for m, d in zip(mean, deviation, strict=True)]
+                image,
+                [1 / d for d in deviation],
+                [-m / d for m, d in zip(mean, deviation, strict=True)],
             )
             return torch.empty_like(x).copy_(redone)
 
 
 def recoloured(x: Tensor, u: Tensor) -> Tensor:
-    """Images in [0, 1] (B×C×H×W) mirrored, jittered and made grey, each as its own uniforms (B×7) say."""
-    mirror, jitter, brightness, contrast, saturation, hue, grey = (v.view(-1, 1, 1, 1) for v in u.unbind(1))
+    """Images in [0, 1] (B×C×H×W) mirrored, jittered and made grey, each
+    as its own uniforms (B×7) say.
+    """
+    mirror, jitter, brightness, contrast, saturation, hue, grey = (
+        v.view(-1, 1, 1, 1) for v in u.unbind(1)
+    )
     x = torch.where(mirror < 0.5, x.flip(3), x)
     y = (x * _factor(brightness)).clamp(0, 1)
     y = _blend(y, _luminance(y).mean(dim=(2, 3), keepdim=True), _factor(contrast))
@@ -98,39 +112,54 @@ def recoloured(x: Tensor, u: Tensor) -> Tensor:
 
 
 def hue_shifted(x: Tensor, shift: Tensor) -> Tensor:
-    """RGB images in [0, 1] with hues turned by a share of the circle; value and saturation (HSV) stay."""
+    """RGB images in [0, 1] with hues turned by a share of the circle;
+    value and saturation (HSV) stay.
+    """
     r, g, b = torch.split(x, 1, dim=1)
     value, low = x.amax(dim=1, keepdim=True), x.amin(dim=1, keepdim=True)
     chroma = value - low
-    d = chroma.masked_fill(chroma == 0, 1.0)  # grey has no hue, and keeps its colour whatever it is given
-    sixths = torch.where(value == r, (g - b) / d, torch.where(value == g, 2 + (b - r) / d, 4 + (r - g) / d))
+    # grey has no hue, and keeps its colour whatever it is given
+    d = chroma.masked_fill(chroma == 0, 1.0)
+    sixths = torch.where(
+        value == r, (g - b) / d, torch.where(value == g, 2 + (b - r) / d, 4 + (r - g) / d)
+    )
     sixths = sixths + 6 * shift
     turned = []
-    for start in (5, 3, 1):  # red, green, blue: how far along the circle from where the channel begins to fall
+    for start in (5, 3, 1):
+        # red, green, blue: how far along the circle from where the channel begins to fall
         k = torch.remainder(sixths + start, 6)
         turned.append(value - chroma * torch.minimum(k, 4 - k).clamp(0, 1))
     return torch.cat(turned, dim=1)
 
 
 def rotated(x: Tensor, u: Tensor) -> Tensor:
-    """Images (B×C×H×W) turned about their middle by up to 30° either way; what comes in from outside is black."""
+    """Images (B×C×H×W) turned about their middle by up to 30° either way; what
+    comes in from outside is black.
+    """
     height, width = x.shape[2:]
     angle = ((2 * u - 1) * math.radians(TURN)).view(-1, 1, 1)
     cos, sin = torch.cos(angle), torch.sin(angle)
-    rows, columns = (torch.arange(n, device=x.device, dtype=x.dtype) - (n - 1) / 2 for n in (height, width))
+    rows, columns = (
+        torch.arange(n, device=x.device, dtype=x.dtype) - (n - 1) / 2 for n in (height, width)
+    )
     rows = rows[:, None]
     # Without a product of matrices, which autocast would round to bfloat16.
     grid = torch.stack(
-        [(cos * columns - sin * rows) * (2 / width), (sin * columns + cos * rows) * (2 / height)], dim=-1
+        [(cos * columns - sin * rows) * (2 / width), (sin * columns + cos * rows) * (2 / height)],
+        dim=-1,
     )
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
 def _per_channel(x: Tensor, factors: Sequence[float], offsets: Sequence[float]) -> Tensor:
-    """x·factor + offset by channel; the numbers stay in the code, so that a captured step copies nothing."""
+    """x·factor + offset by channel; the numbers stay in the code, so that a
+    captured step copies nothing.
+    """
     if len({*zip(factors, offsets, strict=True)}) == 1:
         return x * factors[0] + offsets[0]
-    return torch.stack([x[:, c] * f + o for c, (f, o) in enumerate(zip(factors, offsets, strict=True))], dim=1)
+    return torch.stack(
+        [x[:, c] * f + o for c, (f, o) in enumerate(zip(factors, offsets, strict=True))], dim=1
+    )
 
 
 def _factor(u: Tensor) -> Tensor:

@@ -1,40 +1,49 @@
-"""FedNoRo+: verdicts that may be nobody or everybody, then purge, correct once, and train on everybody.
+"""FedNoRo+: verdicts that may be nobody or everybody, then purge, correct
+once, and train on everybody.
 
-It goes beyond Wu et al., FedNoRo, IJCAI 2023, whose mixture always splits the clients in two, and whose
-distillation collapses where most of them are noisy.
+It goes beyond Wu et al., FedNoRo, IJCAI 2023, whose mixture always splits the clients in two, and
+whose distillation collapses where most of them are noisy.
 
-Stage 1, rounds 1..T1: FedLA. In the last `watch` rounds each client also measures how much of its labels the model that
-it receives and the one that it trains explain, e_k (`fednoro.detection.explained`). Then heads that are learnt from all the other
-clients say how far its labels follow its images (`fednoro.detection.leave_one_out_heads`), and both together are its doubt. Clients above a
-cut are noisy, S_n (`fednoro.detection.calibrated`). That may be nobody, and then all that follows is FedLA, to the bit. If it is
-everybody, there is nobody to learn from, and it is FedLA too, with a warning: to trust the half that explains most
-measured worse. But the warm-up may have been too short to tell, so everybody is judged again every few rounds
-(`revise`) in the first half of the run; later, models know wrong labels by heart. A client that could not be judged is
-not trusted until it is.
+Stage 1, rounds 1..T1: FedLA. In the last `watch` rounds each client also measures how much of its
+labels the model that it receives and the one that it trains explain, e_k
+(`fednoro.detection.explained`). Then heads that are learnt from all the other clients say how far
+its labels follow its images (`fednoro.detection.leave_one_out_heads`), and both together are its
+doubt. Clients above a cut are noisy, S_n (`fednoro.detection.calibrated`). That may be nobody, and
+then all that follows is FedLA, to the bit. If it is everybody, there is nobody to learn from, and
+it is FedLA too, with a warning: to trust the half that explains most measured worse. But the
+warm-up may have been too short to tell, so everybody is judged again every few rounds (`revise`) in
+the first half of the run; later, models know wrong labels by heart. A client that could not be
+judged is not trusted until it is.
 
-Stage 2, purge, from the verdict on: FedLA on the clean clients S_c alone. In the middle of it everybody is judged once
-more (`second_look`), because the model that clean clients have trained parts the two kinds better. The teacher f_T is
-the mean of the global models of these rounds (of those since the second verdict, if it is another), from the tenth on
-their moving average: w_T ← a w_T + (1 − a) w_g, a = min(0.9, t / (t + 1)), t = 0, 1, …
+Stage 2, purge, from the verdict on: FedLA on the clean clients S_c alone. In the middle of it
+everybody is judged once more (`second_look`), because the model that clean clients have trained
+parts the two kinds better. The teacher f_T is the mean of the global models of these rounds (of
+those since the second verdict, if it is another), from the tenth on their moving average: w_T ← a
+w_T + (1 − a) w_g, a = min(0.9, t / (t + 1)), t = 0, 1, …
 
-Correct, once: on each noisy client, by what the teacher says on average about `views` augmented versions v of an image,
+Correct, once: on each noisy client, by what the teacher says on average about `views`
+augmented versions v of an image,
 
     p_i(y) ∝ mean_v softmax(f_T(v(x_i)))_y √(n_k(y) + ½)
 
-n_k(y) being how many of its given labels are y. That is all that given labels are used for, because annotators'
-mistakes depend on the image. q = p, unless EM for the true labels under the client's own noise transitions, which takes
-mistakes for independent of the image, is given a share (`opinion` o below 1):
+n_k(y) being how many of its given labels are y. That is all that given labels are used for,
+because annotators' mistakes depend on the image. q = p, unless EM for the true labels under the
+client's own noise transitions, which takes mistakes for independent of the image, is given a
+share (`opinion` o below 1):
 
-    r_i(y) ∝ p_i(y) T_k(y, ȳ_i),   T_k(y, ·) ∝ Σ_i r_i(y) 1[ȳ_i = ·] + 2 I + 2/C,   q_i = o p_i + (1 − o) r_i
+    r_i(y) ∝ p_i(y) T_k(y, ȳ_i),   T_k(y, ·) ∝ Σ_i r_i(y) 1[ȳ_i = ·] + 2 I + 2/C
+    q_i = o p_i + (1 − o) r_i
 
-Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) + log π_k)_y with
-π_k = mean q, and models are weighted by their distance to the nearest clean one, as in FedNoRo. With `further` above
-1, for images that have no upright, all clients turn and shift theirs so many times as far as they did before.
+Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) +
+log π_k)_y with π_k = mean q, and models are weighted by their distance to the nearest clean one, as
+in FedNoRo. With `further` above 1, for images that have no upright, all clients turn and shift
+theirs so many times as far as they did before.
 
-Each choice can be taken back: `detector` (heads on a sketch of the features, or explained shares alone), `second_look`
-(one verdict), `ema` 0 (the last model as teacher), `views` 0 (plain images), `opinion` (0: EM alone), `correct_every`
-(not once), `targets` (hard labels, or FedNoRo's distillation with both sides adjusted in place of corrected labels),
-`aggregation` (by size alone), `further` 1 (its default: images are moved alike in all stages).
+Each choice can be taken back: `detector` (heads on a sketch of the features, or explained shares
+alone), `second_look` (one verdict), `ema` 0 (the last model as teacher), `views` 0 (plain images),
+`opinion` (0: EM alone), `correct_every` (not once), `targets` (hard labels, or FedNoRo's
+distillation with both sides adjusted in place of corrected labels), `aggregation` (by size alone),
+`further` 1 (its default: images are moved alike in all stages).
 """
 
 from __future__ import annotations
@@ -85,11 +94,13 @@ from fednoro.detection.calibrated import (
 )
 from fednoro.detection.explained import FEW, WATCH, WATCHED, watch, watching
 from fednoro.detection.verdicts import unscored, verdicts
-from fednoro.methods.fedavg import Method
 from fednoro.methods.fednoro import by_distance
+from fednoro.methods.method import Method
+from fednoro.methods.relabel import corrected
 
 TEACHER = "teacher"  # among a state's kept models
-CORRECTED = "corrected_after"  # in the memo: how many rounds were over when a client's labels were corrected
+# in the memo: how many rounds were over when a client's labels were corrected
+CORRECTED = "corrected_after"
 SOFT = "soft"  # in a client's memory: q, N×C; among a task's settings: that it is to be learnt
 CORRECTED_FROM = "soft.given"  # in a client's memory: the labels that q was made of
 DISTIL = "distil"  # among a task's settings: that the global model is to be learnt
@@ -98,60 +109,98 @@ LAMBDA, TEMPERATURE = 0.8, 0.8  # of that: FedNoRo's, at the end of its ramp
 
 @dataclass(frozen=True)
 class FedNoRoPlus(Method):
-    """Finds noisy clients by what they and others make of their labels, purges, corrects labels, trains on all."""
+    """Finds noisy clients by what they and others make of their labels, purges,
+    corrects labels, trains on all.
+    """
 
     warmup: int = option(10, "rounds of FedLA before the clients are judged (T1)", ge=1)
-    watch: int = option(WATCHED, "of these, the last ones in which clients measure what they can explain", ge=1)
+    watch: int = option(
+        WATCHED, "of these, the last ones in which clients measure what they can explain", ge=1
+    )
     detector: Literal["calibrated", "sketched", "shares"] = option(
         "calibrated",
-        "how clients are judged: by what they explain and what others' heads say, the same with heads on 64 numbers of "
-        "an image (sketched), or by what they explain (shares)",
+        "how clients are judged: by what they explain and what others' heads say, the same with "
+        "heads on 64 numbers of an image (sketched), or by what they explain (shares)",
     )
-    revise: int = option(5, "rounds after which everybody, if flagged, is judged again; 0: never", ge=0)
+    revise: int = option(
+        5, "rounds after which everybody, if flagged, is judged again; 0: never", ge=0
+    )
     second_look: bool = option(True, "whether everybody is judged again in the middle of the purge")
-    purge: int | None = option(None, "rounds on clean clients alone; default: 4/9 of what follows the verdict", ge=0)
-    ema: float = option(
-        0.9, "how much of the teacher stays in a round, once it is the mean of enough of them", ge=0, lt=1
+    purge: int | None = option(
+        None, "rounds on clean clients alone; default: 4/9 of what follows the verdict", ge=0
     )
-    views: int = option(8, "augmented views of an image that the teacher is asked about; 0: the plain image", ge=0)
-    opinion: float = option(1.0, "share of the teacher's own opinion in corrected labels; the rest is EM's", ge=0, le=1)
+    ema: float = option(
+        0.9,
+        "how much of the teacher stays in a round, once it is the mean of enough of them",
+        ge=0,
+        lt=1,
+    )
+    views: int = option(
+        8, "augmented views of an image that the teacher is asked about; 0: the plain image", ge=0
+    )
+    opinion: float = option(
+        1.0, "share of the teacher's own opinion in corrected labels; the rest is EM's", ge=0, le=1
+    )
     iterations: int = option(15, "steps of EM, where that has a share", ge=1)
-    correct_every: int | None = option(None, "rounds after which labels are corrected anew; default: never", ge=1)
-    targets: Literal["soft", "hard", "distil"] = option("soft", "what noisy clients learn in the end")
-    aggregation: Literal["distance", "size"] = option("distance", "what models are weighted by in the end")
+    correct_every: int | None = option(
+        None, "rounds after which labels are corrected anew; default: never", ge=1
+    )
+    targets: Literal["soft", "hard", "distil"] = option(
+        "soft", "what noisy clients learn in the end"
+    )
+    aggregation: Literal["distance", "size"] = option(
+        "distance", "what models are weighted by in the end"
+    )
     further: float = option(
         1.0,
-        "in the end, where some clients are flagged, how many times as far as train.augment says images are turned "
-        "and shifted, up to half a turn and a quarter of the side; above 1 for images without an upright, such as "
-        "skin lesions",
+        "in the end, where some clients are flagged, how many times as far as train.augment says "
+        "images are turned and shifted, up to half a turn and a quarter of the side; above 1 for "
+        "images without an upright, such as skin lesions",
         ge=1,
     )
-    noisy: tuple[int, ...] | None = option(None, "clients known to be noisy, as [0, 3]; default: they are looked for")
+    noisy: tuple[int, ...] | None = option(
+        None, "clients known to be noisy, as [0, 3]; default: they are looked for"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if twice := [k for k, times in Counter(self.noisy or ()).items() if times > 1]:
-            raise UserError(f"method.noisy must name each client once, got {', '.join(map(str, twice))} more often")
+            raise UserError(
+                "method.noisy must name each client once, got "
+                f"{', '.join(map(str, twice))} more often"
+            )
 
     def check(self, rounds: int) -> None:
         if self.warmup >= rounds:
-            raise UserError(f"method.warmup must be below train.rounds ({rounds}), got {self.warmup}: set either")
-        if self.watch > self.warmup and self.watch != WATCHED:  # the default stands for all of a short warm-up
-            raise UserError(f"method.watch must be at most method.warmup ({self.warmup}), got {self.watch}: set either")
+            raise UserError(
+                "method.warmup must be below train.rounds "
+                f"({rounds}), got {self.warmup}: set either"
+            )
+        if self.watch > self.warmup and self.watch != WATCHED:
+            # the default stands for all of a short warm-up
+            raise UserError(
+                "method.watch must be at most method.warmup "
+                f"({self.warmup}), got {self.watch}: set either"
+            )
 
     def check_clients(self, clients: int) -> None:
         if unknown := [k for k in self.noisy or () if not 0 <= k < clients]:
             raise UserError(
-                f"method.noisy must name clients of the federation, from 0 to {clients - 1}, "
-                f"got {', '.join(map(str, unknown))}"
+                f"method.noisy must name clients of the federation, from 0 to {clients - 1}, got "
+                f"{', '.join(map(str, unknown))}"
             )
 
     def purged(self, rounds: int, judged: int) -> int:
-        """The round after which noisy clients come back; they do not where that is beyond the run."""
-        return judged + (max(1, round(4 / 9 * (rounds - judged))) if self.purge is None else self.purge)
+        """The round after which noisy clients come back; they do not
+        where that is beyond the run.
+        """
+        return judged + (
+            max(1, round(4 / 9 * (rounds - judged))) if self.purge is None else self.purge
+        )
 
     def looks_again(self, rounds: int, judged: int) -> range:
-        """After which rounds a second verdict may be found: in the middle of the purge, or a round later if that fails.
+        """After which rounds a second verdict may be found: in the middle of the purge, or
+        a round later if that fails.
 
         The purge has two rounds at least before it, and two after it.
         """
@@ -169,41 +218,69 @@ class FedNoRoPlus(Method):
             return {k: Task("train", state.round, state.model, settings) for k in clients.drawn}
         may_change, width = self._may_change(state), WIDTHS[self.detector]
         due = may_change and state.round - judged_in(state, self.warmup) >= self.revise
-        if due and state.memo.get("asked_in") != state.round:  # where nobody answers, in a later round
+        if due and state.memo.get("asked_in") != state.round:
+            # where nobody answers, in a later round
             return questions(state, clients, clients.present, width, anew=True)
         if self._looks_again(state) and state.memo.get("asked_in") != state.round:
             judged = verdicts(state)
-            known = [k for k in clients.present if k in judged]  # others are judged by what comes of it
+            # others are judged by what comes of it
+            known = [k for k in clients.present if k in judged]
             if len(known) > FEW:
                 return questions(state, clients, known, width, anew=True)
         if self.noisy is None and (unknown := unscored(state, clients)):
             return questions(state, clients, unknown, width)
         if may_change:
-            return {k: Task("train", state.round, state.model, {WATCH: True}) for k in clients.drawn}
+            return {
+                k: Task("train", state.round, state.model, {WATCH: True}) for k in clients.drawn
+            }
         noisy, chosen = self._suspects(state, clients.present), clients.drawn
-        if state.round == self.warmup and (unknown := sorted(set(self.noisy or ()) - set(clients.present))):
-            message = f"method.noisy names clients that are not there: {', '.join(map(str, unknown))} (counted from 0)"
+        if state.round == self.warmup and (
+            unknown := sorted(set(self.noisy or ()) - set(clients.present))
+        ):
+            message = (
+                "method.noisy names clients that are not there: "
+                f"{', '.join(map(str, unknown))} (counted from 0)"
+            )
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
         if self._purging(state):
             clean = [k for k in clients.present if k not in noisy]
             if noisy and clean:
                 rng = generator(state.seed, "purge", state.round)
-                drawn = rng.choice(np.array(clean), min(len(clean), len(clients.drawn)), replace=False)
+                drawn = rng.choice(
+                    np.array(clean), min(len(clean), len(clients.drawn)), replace=False
+                )
                 chosen = tuple(sorted(int(k) for k in drawn))
             return {k: Task("train", state.round, state.model) for k in chosen}
-        waiting = [k for k in chosen if k in noisy and self._due(state, k)] if self.targets != DISTIL else []
-        if waiting and state.memo.get("corrected_in") != state.round:  # who does not answer is asked in a later round
-            return {k: Task("correct", state.round, state.kept.get(TEACHER, state.model)) for k in waiting}
+        waiting = (
+            [k for k in chosen if k in noisy and self._due(state, k)]
+            if self.targets != DISTIL
+            else []
+        )
+        if waiting and state.memo.get("corrected_in") != state.round:
+            # who does not answer is asked in a later round
+            return {
+                k: Task("correct", state.round, state.kept.get(TEACHER, state.model))
+                for k in waiting
+            }
         learnt = {DISTIL if self.targets == DISTIL else SOFT: True}
         moved = {FURTHER: self.further} if self.further > 1 and self._parted(state) else {}
-        return {k: Task("train", state.round, state.model, {**moved, **(learnt if k in noisy else {})}) for k in chosen}
+        return {
+            k: Task("train", state.round, state.model, {**moved, **(learnt if k in noisy else {})})
+            for k in chosen
+        }
 
     def _purging(self, state: State) -> bool:
-        """Whether noisy clients are still left out; once their labels are corrected, they are not."""
-        return CORRECTED not in state.memo and state.round < self.purged(state.rounds, judged_in(state, self.warmup))
+        """Whether noisy clients are still left out; once their labels
+        are corrected, they are not.
+        """
+        return CORRECTED not in state.memo and state.round < self.purged(
+            state.rounds, judged_in(state, self.warmup)
+        )
 
     def _may_change(self, state: State) -> bool:
-        """Whether everybody is flagged, and is to be judged again before half of the run is over."""
+        """Whether everybody is flagged, and is to be judged again
+        before half of the run is over.
+        """
         if self.noisy is not None or not self.revise or not nobody_trusted(state):
             return False
         return 2 * max(state.round, judged_in(state, self.warmup) + self.revise) <= state.rounds
@@ -215,7 +292,11 @@ class FedNoRoPlus(Method):
         return state.round in self.looks_again(state.rounds, judged_in(state, self.warmup))
 
     def _suspects(self, state: State, clients: Collection[int]) -> set[int]:
-        return suspects(state, clients) if self.noisy is None else {k for k in clients if k in self.noisy}
+        return (
+            suspects(state, clients)
+            if self.noisy is None
+            else {k for k in clients if k in self.noisy}
+        )
 
     def _parted(self, state: State) -> bool:
         """Whether a verdict flags some clients and trusts others, or `noisy` names any."""
@@ -223,15 +304,24 @@ class FedNoRoPlus(Method):
 
     def _due(self, state: State, client: int) -> bool:
         done = state.memo.get(CORRECTED, {}).get(str(client))
-        return done is None or (self.correct_every is not None and state.round - done >= self.correct_every)
+        return done is None or (
+            self.correct_every is not None and state.round - done >= self.correct_every
+        )
 
     def fold(self, state: State, replies: Replies) -> State:
         if replies.task == MOMENTS:
             return (add_up_again if self._looks_again(state) else add_up)(state, replies)
         if replies.task == "score":
-            return reconsider(state, list(replies)) if FIRST in state.memo else self._judged(state, replies)
+            return (
+                reconsider(state, list(replies))
+                if FIRST in state.memo
+                else self._judged(state, replies)
+            )
         if replies.task == "correct":
-            done = {**state.memo.get(CORRECTED, {}), **{str(reply.client): state.round for reply in replies}}
+            done = {
+                **state.memo.get(CORRECTED, {}),
+                **{str(reply.client): state.round for reply in replies},
+            }
             memo = {**state.memo, CORRECTED: done, "corrected_in": state.round}
             return replace(state, memo=memo, stage="correction", notes={})
         if state.round < self.warmup:
@@ -240,8 +330,15 @@ class FedNoRoPlus(Method):
         flagged = self._parted(state)
         if self._purging(state):
             if noisy:
-                warnings.warn("no clean client to train on: noisy ones take part", FedNoRoWarning, stacklevel=2)
-            return self._taught(state, replace(super().fold(state, replies), stage="purge" if flagged else "training"))
+                warnings.warn(
+                    "no clean client to train on: noisy ones take part",
+                    FedNoRoWarning,
+                    stacklevel=2,
+                )
+            return self._taught(
+                state,
+                replace(super().fold(state, replies), stage="purge" if flagged else "training"),
+            )
         # Among clean clients every distance is 0: FedAvg, to the bit, without holding all models.
         distant = bool(noisy) and self.aggregation == "distance"
         flags = {k: k in noisy for k in replies.asked}
@@ -256,13 +353,18 @@ class FedNoRoPlus(Method):
         if "detector" not in state.memo and nobody_trusted(after):
             until = f", judged again every {self.revise} rounds up to round {state.rounds // 2}"
             again = until if self._may_change(after) else ""
-            message = f"every client looks noisy and there is none to learn from: going on as FedLA{again}"
+            message = (
+                "every client looks noisy and there is none to learn "
+                f"from: going on as FedLA{again}"
+            )
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return after
 
     def _taught(self, state: State, after: State) -> State:
         again = state.memo.get(AGAIN, {})
-        t = state.round - (again["round"] if again.get("changed") else judged_in(state, self.warmup))
+        t = state.round - (
+            again["round"] if again.get("changed") else judged_in(state, self.warmup)
+        )
         a = min(self.ema, t / (t + 1))
         teacher = average([(state.kept.get(TEACHER, state.model), a), (after.model, 1 - a)])
         return replace(after, kept={**state.kept, TEACHER: teacher})
@@ -292,7 +394,9 @@ class FedNoRoPlus(Method):
         if "lam" in step.aux:
             with torch.no_grad():
                 teacher = step.anchor(step.x)
-            return distill(logits, step.y, teacher, step.aux["lam"], TEMPERATURE, log_pi, adjust="both")
+            return distill(
+                logits, step.y, teacher, step.aux["lam"], TEMPERATURE, log_pi, adjust="both"
+            )
         return logit_adjusted_ce(logits, step.y, log_pi)
 
     def work(self, task: Task, site: Site) -> Reply:
@@ -303,7 +407,8 @@ class FedNoRoPlus(Method):
         if task.name == "correct":
             return Reply(site.client, site.size, metrics={"relabelled": self._correct(task, site)})
         if SOFT in task.settings and SOFT not in site.memory:
-            self._correct(task, site)  # it was not there when the teacher asked: the global model will do
+            # it was not there when the teacher asked: the global model will do
+            self._correct(task, site)
         reply = super().work(task, site)
         if WATCH in task.settings:
             watch(task, site, reply.weights)
@@ -311,42 +416,25 @@ class FedNoRoPlus(Method):
 
     def _correct(self, task: Task, site: Site) -> Tensor:
         """Keeps q; says how many labels are no longer the most probable ones."""
-        q = corrected(self._opinion(task, site), site.labels, site.classes, self.iterations, self.opinion)
+        q = corrected(
+            self._opinion(task, site), site.labels, site.classes, self.iterations, self.opinion
+        )
         site.memory[CORRECTED_FROM] = site.labels
-        site.memory[SOFT] = (held(q.argmax(dim=1), site.classes) if self.targets == "hard" else q).float()
+        site.memory[SOFT] = (
+            held(q.argmax(dim=1), site.classes) if self.targets == "hard" else q
+        ).float()
         return (q.argmax(dim=1) != site.labels).sum()
 
     def _opinion(self, task: Task, site: Site) -> Tensor:
-        """What the teacher says about each image, N×C in float64: probabilities, mean over the views."""
+        """What the teacher says about each image, N×C in float64:
+        probabilities, mean over the views.
+        """
         if not self.views:
             return torch.softmax(site.logits(task, task.weights).double(), dim=1)
-        named = [replace(task, name=f"{task.name}.{view}") for view in range(self.views)]  # the name keys the draws
-        said = (torch.softmax(site.logits(view, task.weights, augment=True).double(), dim=1) for view in named)
+        # the name keys the draws
+        named = [replace(task, name=f"{task.name}.{view}") for view in range(self.views)]
+        said = (
+            torch.softmax(site.logits(view, task.weights, augment=True).double(), dim=1)
+            for view in named
+        )
         return torch.stack(list(said)).mean(dim=0)
-
-
-def corrected(said: Tensor, labels: Tensor, classes: int, iterations: int, opinion: float) -> Tensor:
-    """What each image's label really is, q, N×C in float64: the teacher's opinion, and EM over noise transitions.
-
-    Args:
-        said: the teacher's probabilities, N×C.
-        labels: as given, N.
-        classes: C.
-        iterations: of EM.
-        opinion: the teacher's share in q.
-    """
-    p = torch.where(said.isnan(), 1 / classes, said.double())  # an image about which the teacher says nothing
-    given = held(labels, classes).double()  # N×C
-    p = p * (given.sum(dim=0) + 0.5).sqrt()
-    p = p / p.sum(dim=1, keepdim=True)
-    if opinion == 1:
-        return p
-    prior = 2 * torch.eye(classes, dtype=p.dtype, device=p.device) + 2 / classes
-    transitions = prior / prior.sum(dim=1, keepdim=True)  # T[y, ȳ]
-    r = p
-    for _ in range(iterations):
-        r = p * (given @ transitions.t())
-        r = r / r.sum(dim=1, keepdim=True)
-        counted = r.t() @ given + prior
-        transitions = counted / counted.sum(dim=1, keepdim=True)
-    return opinion * p + (1 - opinion) * r

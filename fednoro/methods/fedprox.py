@@ -16,7 +16,7 @@ from torch import Tensor
 from fednoro.core.losses import squared_distance
 from fednoro.core.options import option
 from fednoro.core.types import Step
-from fednoro.methods.fedavg import Method
+from fednoro.methods.method import Method
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""RHFL without a public data set: a noise-tolerant local loss, and models weighted by how well clients learn.
+"""RHFL without a public data set: a noise-tolerant local loss, and models
+weighted by how well clients learn.
 
-Fang and Ye, Robust Federated Learning with Noisy and Heterogeneous Clients, CVPR 2022. As in FedNoRo's comparison,
-there are no public images to exchange opinions on, and the confidence in clients weighs their models in FedAvg.
+Fang and Ye, Robust Federated Learning with Noisy and Heterogeneous Clients, CVPR 2022. As in
+FedNoRo's comparison, there are no public images to exchange opinions on, and the confidence in
+clients weighs their models in FedAvg.
 
     client    SCE = α CE(f(x), y) + β RCE,   RCE = −Σ_c p_c log ȳ_c,  log 0 taken as log 1e-4
     server    L_k^t = mean SCE of client k's trained model on its own data
@@ -9,11 +11,12 @@ there are no public images to exchange opinions on, and the confidence in client
               v_k = 1/(K − 1) + η F_k / Σ_j F_j
               W = softmax(v),   w_g = Σ_k N_k W_k w_k / Σ_j N_j W_j
 
-Where losses no longer fall, some F_j are negative, Σ F_j crosses 0, and the quotient makes one client the whole
-model. `guarded` divides by Σ |F_j| instead: then no client has more than e^{2η} times another's confidence.
+Where losses no longer fall, some F_j are negative, Σ F_j crosses 0, and the quotient makes one
+client the whole model. `guarded` divides by Σ |F_j| instead: then no client has more than
+e^{2η} times another's confidence.
 
-L_k^{t−1} is what the client's last training ended with, however many rounds ago. A client that has not trained
-before has F_k = 0, so that all are equal in the first round.
+L_k^{t−1} is what the client's last training ended with, however many rounds ago. A client that has
+not trained before has F_k = 0, so that all are equal in the first round.
 """
 
 from __future__ import annotations
@@ -31,17 +34,21 @@ from fednoro.core.aggregate import average
 from fednoro.core.losses import symmetric_ce
 from fednoro.core.options import option
 from fednoro.core.types import FedNoRoWarning, FloatArray, Replies, Reply, Site, State, Step, Task
-from fednoro.methods.fedavg import Method, advance, nobody_answered
+from fednoro.methods.method import Method, advance, nobody_answered
 
 
 @dataclass(frozen=True)
 class RHFL(Method):
-    """Symmetric cross-entropy on every client; models weighted by how fast their clients' losses fall."""
+    """Symmetric cross-entropy on every client; models weighted by how
+    fast their clients' losses fall.
+    """
 
     alpha: float = option(0.1, "weight of the cross-entropy", ge=0)
     beta: float = option(1.0, "weight of the reverse cross-entropy", ge=0)
     eta: float = option(0.5, "how much progress counts in the confidence", ge=0)
-    behaviour: Literal["guarded", "paper"] = option("guarded", "progress as a share of Σ|F|, or of ΣF as in the paper")
+    behaviour: Literal["guarded", "paper"] = option(
+        "guarded", "progress as a share of Σ|F|, or of ΣF as in the paper"
+    )
     weighting: Literal["size_and_confidence", "confidence"] = option(
         "size_and_confidence", "models weighted by N_k·W_k, or by W_k alone"
     )
@@ -52,7 +59,9 @@ class RHFL(Method):
     def work(self, task: Task, site: Site) -> Reply:
         reply = super().work(task, site)
         assert reply.weights is not None
-        after = symmetric_ce(site.logits(task, reply.weights).double(), site.labels, self.alpha, self.beta)
+        after = symmetric_ce(
+            site.logits(task, reply.weights).double(), site.labels, self.alpha, self.beta
+        )
         return replace(reply, metrics={**reply.metrics, "sce": after})
 
     def fold(self, state: State, replies: Replies) -> State:
@@ -61,9 +70,14 @@ class RHFL(Method):
             return nobody_answered(state)
         before: dict[str, float] = state.memo.get("sce", {})
         now = {str(reply.client): float(reply.metrics["sce"]) for reply, _ in kept}
-        confidence = confidences([progress(before.get(k), loss) for k, loss in now.items()], self.eta, self.behaviour)
+        confidence = confidences(
+            [progress(before.get(k), loss) for k, loss in now.items()], self.eta, self.behaviour
+        )
         sized = self.weighting == "size_and_confidence"
-        raw = [w * reply.size if sized else w for (reply, _), w in zip(kept, confidence.tolist(), strict=True)]
+        raw = [
+            w * reply.size if sized else w
+            for (reply, _), w in zip(kept, confidence.tolist(), strict=True)
+        ]
         shares = [weight / math.fsum(raw) for weight in raw]
         notes = {
             reply.client: {"weight": share, "confidence": w}
@@ -71,7 +85,9 @@ class RHFL(Method):
         }
         model = average((weights, share) for (_, weights), share in zip(kept, shares, strict=True))
         known = {k: loss for k, loss in now.items() if math.isfinite(loss)}
-        return replace(advance(state, model, notes), memo={**state.memo, "sce": {**before, **known}})
+        return replace(
+            advance(state, model, notes), memo={**state.memo, "sce": {**before, **known}}
+        )
 
 
 def progress(before: float | None, now: float) -> float:
@@ -85,7 +101,9 @@ def progress(before: float | None, now: float) -> float:
 def confidences(
     falls: Sequence[float], eta: float = 0.5, behaviour: Literal["guarded", "paper"] = "guarded"
 ) -> FloatArray:
-    """W = softmax(1/(K − 1) + η F_k / Σ_j F_j), with Σ_j |F_j| for "guarded"; uniform where nobody made progress."""
+    """W = softmax(1/(K − 1) + η F_k / Σ_j F_j), with Σ_j |F_j| for "guarded";
+    uniform where nobody made progress.
+    """
     f = np.array(falls, dtype=np.float64)
     uniform = np.full(len(f), 1 / len(f))
     if not f.any():
@@ -94,7 +112,11 @@ def confidences(
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         v = 1 / max(len(f) - 1, 1) + eta * f / total
     if not np.isfinite(v).all():
-        warnings.warn("the clients' progress adds up to 0: all have the same confidence", FedNoRoWarning, stacklevel=2)
+        warnings.warn(
+            "the clients' progress adds up to 0: all have the same confidence",
+            FedNoRoWarning,
+            stacklevel=2,
+        )
         return uniform
     w = np.exp(v - v.max())
     return np.asarray(w / w.sum(), dtype=np.float64)

@@ -2,22 +2,26 @@
 
 Yang et al., Robust Federated Learning with Noisy Labels, IEEE Intelligent Systems 2022.
 
-The server keeps a centroid per class, f_G (C×d, first drawn from N(0, 1)), and sends it with w_g. A client begins round
-t (from 0) with f_k = f_G, in the first round with the mean feature of each of its labels (a class it does not hold: 0),
-and with pseudo-labels ŷ = argmax f(x; w_g), used from round T_pl on; before, ŷ = y. In each batch it keeps the
-⌊(1 − R_t) B⌋ samples of lowest CE(f(x), y), where R_t rises linearly from 0 to R over the first rounds, and on those
+The server keeps a centroid per class, f_G (C×d, first drawn from N(0, 1)), and sends it with w_g. A
+client begins round t (from 0) with f_k = f_G, in the first round with the mean feature of each of
+its labels (a class it does not hold: 0), and with pseudo-labels ŷ = argmax f(x; w_g), used from
+round T_pl on; before, ŷ = y. In each batch it keeps the ⌊(1 − R_t) B⌋ samples of lowest CE(f(x),
+y), where R_t rises linearly from 0 to R over the first rounds, and on those
 
     ỹ = argmax_c cos(f_k[c], z),  z the feature of x,   m = [ỹ = y],   target = y where m, else ŷ
-    L = mean CE(f(x), target) + λ_cen(t) Σ m ‖z − f_k[y]‖² + λ_e mean H(f(x)),   λ_cen(t) = λ_cen min(1, t / T_pl)
-    f̂[c] = mean z of label c,   s = cos(f_k, f̂),   f_k ← (1 − s²) f_k + s² f̂,   unchanged for absent classes
+    L = mean CE(f(x), target) + λ_cen(t) Σ m ‖z − f_k[y]‖² + λ_e mean H(f(x))
+    λ_cen(t) = λ_cen min(1, t / T_pl)
+    f̂[c] = mean z of label c,   s = cos(f_k, f̂)
+    f_k ← (1 − s²) f_k + s² f̂,   unchanged for absent classes
 
-The server takes the plain mean of the models, and of the centroids a mean by their similarity to the last ones:
+The server takes the plain mean of the models, and of the centroids a mean by their
+similarity to the last ones:
 
     w_g = Σ_k w_k / K,   f_G[c] ← Σ_k s_k f_k[c] / Σ_k s_k,   s_k = cos(f_G[c], f_k[c])
 
-The published code, from which the figures in the FedNoRo paper come, detaches z: its centroid term counts in L and
-trains nothing. With `features: attached` it has its gradient; the small network on `digits`, from random weights, then
-stays at chance level with λ_cen = 1 and learns with 0.01.
+The published code, from which the figures in the FedNoRo paper come, detaches z: its centroid term
+counts in L and trains nothing. With `features: attached` it has its gradient; the small network on
+`digits`, from random weights, then stays at chance level with λ_cen = 1 and learns with 0.01.
 """
 
 from __future__ import annotations
@@ -45,23 +49,29 @@ from fednoro.core.types import (
     Step,
     Task,
 )
-from fednoro.methods.fedavg import Method
+from fednoro.methods.method import Method
 
 SLACK = 1e-4  # so that 0.8 of 5 is 4 in float32 as well
-LEAST = 0.1  # of Σ|s_k| that Σ s_k must be: with less, opposite similarities would throw the centroid far out
+# of Σ|s_k| that Σ s_k must be: with less, opposite similarities would throw the centroid far out
+LEAST = 0.1
 
 
 @dataclass(frozen=True)
 class RoFL(Method):
-    """Keeps samples of small loss, and believes their labels where they agree with shared class centroids."""
+    """Keeps samples of small loss, and believes their labels where they agree
+    with shared class centroids.
+    """
 
     warmup: int = option(10, "rounds before pseudo-labels are used (T_pl)", ge=0)
     forget: float = option(0.2, "share of each batch that is left out in the end (R)", ge=0, lt=1)
-    gradual: int = option(10, "rounds in which that share rises from 0: the last of them has all of it", ge=1)
+    gradual: int = option(
+        10, "rounds in which that share rises from 0: the last of them has all of it", ge=1
+    )
     lam_cen: float = option(1.0, "weight of the distance to the centroids", ge=0)
     lam_e: float = option(0.8, "weight of the entropy", ge=0)
     features: Literal["detached", "attached"] = option(
-        "detached", "attached: the centroid term trains the features, which the published code detaches"
+        "detached",
+        "attached: the centroid term trains the features, which the published code detaches",
     )
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
@@ -78,7 +88,11 @@ class RoFL(Method):
             f_k = class_means(site.features(task.weights), held(labels, site.classes))
         r_t = self.forget * (min(1.0, task.round / (self.gradual - 1)) if self.gradual > 1 else 1.0)
         ramp = min(1.0, task.round / self.warmup) if self.warmup else 1.0
-        return {"f_k": f_k, "keep": f_k.new_full((), 1 - r_t), "lam_cen": f_k.new_full((), self.lam_cen * ramp)}
+        return {
+            "f_k": f_k,
+            "keep": f_k.new_full((), 1 - r_t),
+            "lam_cen": f_k.new_full((), self.lam_cen * ramp),
+        }
 
     def rows(self, task: Task, site: Site) -> dict[str, Tensor]:
         early = task.round < self.warmup
@@ -106,7 +120,13 @@ class RoFL(Method):
     def work(self, task: Task, site: Site) -> Reply:
         aux, rows = self.aux(task, site), self.rows(task, site)
         weights, loss = site.train(task, self.loss, aux, self.draws, rows=rows)
-        return Reply(site.client, site.size, weights, {"loss": loss}, {"centroids": site.to_array(aux["f_k"])})
+        return Reply(
+            site.client,
+            site.size,
+            weights,
+            {"loss": loss},
+            {"centroids": site.to_array(aux["f_k"])},
+        )
 
     def fold(self, state: State, replies: Replies) -> State:
         found: list[FloatArray] = []
@@ -131,7 +151,8 @@ class RoFL(Method):
 def class_means(z: Tensor, members: Tensor) -> Tensor:
     """The mean of the features (B×d) of each class's members (B×C), C×d; 0 for a class without."""
     weights = members.to(z.dtype)
-    with torch.autocast(z.device.type, enabled=False):  # in bfloat16 a sum of many features would lose its digits
+    with torch.autocast(z.device.type, enabled=False):
+        # in bfloat16 a sum of many features would lose its digits
         return weights.T @ z / weights.sum(0).clamp(min=1)[:, None]
 
 
@@ -144,13 +165,15 @@ def small_loss(losses: Tensor, keep: Tensor) -> Tensor:
 def moved(f_k: Tensor, f_hat: Tensor) -> Tensor:
     """(1 − s²) f_k + s² f̂, C×d; without members f̂ = 0 and s = 0, so that the centroid stays."""
     s = F.cosine_similarity(f_k, f_hat, dim=1)
-    # A class that nobody held before has the centroid 0, similar to nothing: it takes the first features that come.
+    # A class that nobody held before has the centroid 0, similar to nothing: it takes
+    # the first features that come.
     share = torch.where((f_k == 0).all(1), 1.0, s.square())[:, None]
     return (1 - share) * f_k + share * f_hat
 
 
 def shared_centroids(f_g: FloatArray, f_k: FloatArray) -> FloatArray:
-    """Σ s_k f_k[c] / Σ s_k, C×d, of the clients' centroids, K×C×d; those that are 0 or not finite do not count.
+    """Σ s_k f_k[c] / Σ s_k, C×d, of the clients' centroids, K×C×d; those that are
+    0 or not finite do not count.
 
     Where Σ s_k is below 0 or near it, the plain mean.
     """
@@ -161,5 +184,7 @@ def shared_centroids(f_g: FloatArray, f_k: FloatArray) -> FloatArray:
     trusted = (s.sum(axis=0) > 0) & (s.sum(axis=0) >= LEAST * np.abs(s).sum(axis=0))
     weights = np.where(trusted, s, usable)
     total = weights.sum(axis=0)
-    mean: FloatArray = (weights[:, :, None] * f_k).sum(axis=0) / np.where(total > 0, total, 1.0)[:, None]
+    mean: FloatArray = (weights[:, :, None] * f_k).sum(axis=0) / np.where(total > 0, total, 1.0)[
+        :, None
+    ]
     return mean

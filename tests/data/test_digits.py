@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from fednoro.core.options import summary
 from fednoro.core.types import UserError
 from fednoro.data.sources import SOURCES
 from fednoro.data.sources.digits import Digits
@@ -58,7 +59,7 @@ def test_imbalance_out_of_range_is_named(imbalance: float) -> None:
 def test_every_registered_source_says_in_one_line_what_it_is() -> None:
     assert set(SOURCES) >= {"digits", "synthetic", "folder"}
     for source in SOURCES.values():
-        line = (source.__doc__ or "").splitlines()[0]
+        line = summary(source)
         assert 20 < len(line) < 110
         # what dataclasses write where there is no docstring
         assert not line.startswith(f"{source.__name__}(")

@@ -137,8 +137,8 @@ def test_a_run_with_a_validation_part_says_what_the_best_round_on_it_is_worth(
     assert result(run)["best_round_by_validation"] == 1 + int(np.argmax(scores))
     shown, made = text.getvalue(), run.federation
     assert (
-        f"{len(made.train)} training, {len(made.validation)} validation and {len(made.test)} test "
-        "images" in shown
+        f"{len(made.train)} training, {len(made.validation)} validation "
+        f"and {len(made.test)} test images" in shown
     )
     assert f"the round that is best on the validation part: {run.best_by_validation:.2%}" in shown
     assert fednoro.load(run.folder).best_by_validation == run.best_by_validation

@@ -369,11 +369,10 @@ def test_each_part_is_compared_with_those_before_it() -> None:
         "test": {"samples": 0, "groups": 2, "grouped_images": 3, "identical_images": 2},
     }
     assert messages == [
-        "1 images of the validation part belong to 1 groups (patients, lesions) that have "
-        "training images as well",
-        "3 images of the test part belong to 2 groups (patients, lesions) that have training or "
-        "validation images "
-        "as well",
+        "1 images of the validation part belong to 1 groups (patients, lesions) "
+        "that have training images as well",
+        "3 images of the test part belong to 2 groups (patients, lesions) that have "
+        "training or validation images as well",
         "2 images of the test part are pixel-identical to training or validation images",
     ]
 

@@ -21,7 +21,6 @@ ORDER = (
 )  # fmt: skip
 # Where modules that still lie at the top will move.
 UNMOVED = {
-    "relabel": "methods",
     "rounds": "experiment",
     "experiment": "experiment",
     "conduct": "experiment",

@@ -28,7 +28,7 @@ from fednoro.core.types import (
     Weights,
 )
 from fednoro.methods import Method
-from fednoro.methods.fedavg import advance
+from fednoro.methods.method import advance
 from fednoro.rounds import Evaluation, Exchange, Turn, draw, play
 
 NOTHING = Evaluation(np.eye(2, dtype=np.int64), 0.5)

@@ -67,8 +67,8 @@ def open_tree(path: Path) -> Tree:
         raise UserError(f"data.path {path} does not exist")
     if not zipfile.is_zipfile(path):
         raise UserError(
-            f"data.path {path} is neither a folder nor a zip, or one that was cut off: download "
-            "it again"
+            f"data.path {path} is neither a folder nor a zip, or one that "
+            "was cut off: download it again"
         )
     return _list_zip(path)
 
@@ -144,8 +144,7 @@ def _list_folder(root: Path) -> Folder:
         # A link to a folder inside would show the same images twice, or for ever.
         warnings.warn(
             f"{len(links)} links in {root} are not followed, as they lead outside it, to a folder "
-            "or nowhere; "
-            f"first: {min(links)}",
+            f"or nowhere; first: {min(links)}",
             FedNoRoWarning,
             stacklevel=3,
         )

@@ -47,15 +47,14 @@ def parse_table(data: bytes, name: str, columns: Sequence[str]) -> list[Row]:
         missing = [column for column in columns if column not in header]
         if missing:
             raise UserError(
-                f"{name} must have the columns {', '.join(columns)}; {missing[0]} is not among its "
-                f"{', '.join(header) or 'none'}"
+                f"{name} must have the columns {', '.join(columns)}; {missing[0]} is not among "
+                f"its {', '.join(header) or 'none'}"
             )
         for cells in reader:
             if len(cells) > len(header):
                 raise UserError(
                     f"{name}, line {reader.line_num}: {len(cells)} cells under {len(header)} "
-                    "columns; "
-                    f"put quotes around cells with {NAMED[delimiter]}"
+                    f"columns; put quotes around cells with {NAMED[delimiter]}"
                 )
             if any(cells):
                 padded = [cell.strip() for cell in cells] + [""] * (len(header) - len(cells))

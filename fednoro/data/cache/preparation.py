@@ -150,9 +150,8 @@ def load(
     if found["unreadable"]:
         first = found["skipped"][len(skipped)]
         warnings.warn(
-            f"{found['unreadable']} of {len(recipe.records)} images could not be read; "
-            f"first: {first['path']} ({first['reason']}); "
-            f"full list in {folder / manifest.MANIFEST}",
+            f"{found['unreadable']} of {len(recipe.records)} images could not be read; first: "
+            f"{first['path']} ({first['reason']}); full list in {folder / manifest.MANIFEST}",
             FedNoRoWarning,
             stacklevel=2,
         )
@@ -311,8 +310,8 @@ def _check_losses(recipe: Recipe, unreadable: Mapping[int, str]) -> None:
     where, first = recipe.tree.path, f"first: {recipe.records[i].path} ({reason})"
     if recipe.stream or 2 * len(unreadable) > len(recipe.records):
         raise UserError(
-            f"{len(unreadable)} of {len(recipe.records)} images in {where} could not be read; "
-            f"{first}"
+            f"{len(unreadable)} of {len(recipe.records)} images in "
+            f"{where} could not be read; {first}"
         )
     kept = {record.label for i, record in enumerate(recipe.records) if i not in unreadable}
     gone = sorted({record.label for record in recipe.records} - kept)
@@ -386,8 +385,8 @@ def _explained(home: Path, needed: int) -> Iterator[None]:
 
 def _no_room(home: Path, needed: int, free: int) -> UserError:
     return UserError(
-        f"the image cache needs {_megabytes(needed)} in {home}, {_megabytes(free)} are free; "
-        f"free some and run again to go on, or {_ELSEWHERE}"
+        f"the image cache needs {_megabytes(needed)} in {home}, {_megabytes(free)} are free; free "
+        f"some and run again to go on, or {_ELSEWHERE}"
     )
 
 

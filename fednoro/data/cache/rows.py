@@ -203,9 +203,9 @@ def _pool(workers: int, processes: bool) -> Iterator[Executor]:
         yield pool
     except BrokenProcessPool:
         raise UserError(
-            "a process that decodes images died: where a script calls fednoro, put the call under "
-            "`if __name__ == '__main__':`; or is memory short? The next preparation goes on from "
-            "here"
+            "a process that decodes images died: where a script calls fednoro, put "
+            "the call under `if __name__ == '__main__':`; or is memory short? The "
+            "next preparation goes on from here"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

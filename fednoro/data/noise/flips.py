@@ -49,9 +49,8 @@ def flip_labels(
     doubt = p.sum(axis=1)
     if n > (possible := np.count_nonzero(doubt)):
         warnings.warn(
-            f"only {possible} of {len(noisy)} samples have p(y|x) < 1: the other {n - possible} "
-            f"of the {n} labels "
-            "to change are drawn uniformly",
+            f"only {possible} of {len(noisy)} samples have p(y|x) < 1: the other {n - possible} of "
+            f"the {n} labels to change are drawn uniformly",
             FedNoRoWarning,
             stacklevel=2,
         )
@@ -126,8 +125,8 @@ def _distributions(values: ArrayLike, name: str) -> FloatArray:
     wrong = abs(total - 1) > 1e-3
     if wrong.any():
         raise UserError(
-            f"{name} must have rows that sum to 1, got {total[wrong.argmax()]:g} in row "
-            f"{wrong.argmax()}"
+            f"{name} must have rows that sum to 1, got "
+            f"{total[wrong.argmax()]:g} in row {wrong.argmax()}"
         )
     normalised: FloatArray = p / total[:, None]
     return normalised
@@ -147,8 +146,8 @@ def _checked(labels: IntArray, classes: int, rate: float) -> tuple[IntArray, int
     n = round(rate * len(values))
     if n and classes < 2:
         raise UserError(
-            f"cannot change {n} labels with one class in all; use noise none or data with two "
-            "classes"
+            f"cannot change {n} labels with one class in all; use "
+            "noise none or data with two classes"
         )
     return values.astype(np.int64), n
 
@@ -193,8 +192,8 @@ def _on_noisy_clients(
     rates = changed_share(observed, labels, parts)
     for k in chosen[rates[chosen] == 0]:
         message = (
-            f"client {k} was drawn as noisy but none of its {len(parts[k])} labels changed: "
-            "it counts as clean"
+            f"client {k} was drawn as noisy but none of its {len(parts[k])} "
+            "labels changed: it counts as clean"
         )
         warnings.warn(message, FedNoRoWarning, stacklevel=3)
     return Noise(observed, rates > 0, rates)
@@ -293,8 +292,8 @@ class Transition(Options):
         matrix, classes = _distributions(values, "noise.matrix"), len(context.classes)
         if matrix.shape != (classes, classes):
             raise UserError(
-                f"noise.matrix must be {classes}×{classes}, a row per class, got shape "
-                f"{matrix.shape}"
+                f"noise.matrix must be {classes}×{classes}, a row per "
+                f"class, got shape {matrix.shape}"
             )
         return _on_noisy_clients(
             self.rate, labels, parts, context, lambda k, y, rng: transition(y, matrix, rng)

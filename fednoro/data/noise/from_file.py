@@ -46,19 +46,19 @@ def observed_from_file(
     for line, sample, label in rows:
         if sample not in position:
             raise UserError(
-                f"{path}, line {line}: no sample has the id {sample!r} (the first is "
-                f"{next(iter(ids), None)!r})"
+                f"{path}, line {line}: no sample has the id {sample!r} (the "
+                f"first is {next(iter(ids), None)!r})"
             )
         if sample in seen:
             raise UserError(
-                f"{path}, line {line}: id {sample!r} was given on line {seen[sample]} already; "
-                "keep one"
+                f"{path}, line {line}: id {sample!r} was given on line "
+                f"{seen[sample]} already; keep one"
             )
         if label not in lookup:
             names = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
             raise UserError(
-                f"{path}, line {line}: {label!r} is not a class; use names throughout ({names}) "
-                f"or indices throughout (0..{len(classes) - 1})"
+                f"{path}, line {line}: {label!r} is not a class; use names throughout ({names}) or "
+                f"indices throughout (0..{len(classes) - 1})"
             )
         seen[sample] = line
         observed[position[sample]] = lookup[label]
@@ -80,8 +80,8 @@ def _observations(path: str | Path) -> list[tuple[int, str, str]]:
         if missing := [name for name in ("id", "label") if name not in header]:
             got = ",".join(header)
             raise UserError(
-                f"{path}, line 1: no column {' and '.join(missing)}; make the header id,label, "
-                f"got {got!r}"
+                f"{path}, line 1: no column {' and '.join(missing)}; make "
+                f"the header id,label, got {got!r}"
             )
         done = reader.line_num
         for cells in reader:

@@ -136,8 +136,7 @@ def compare_counts(records: Sequence[Record], published: Mapping[str, int], file
     if other:
         warnings.warn(
             f"{file} has {len(records):,} images; the published one has "
-            f"{sum(published.values()):,} and other "
-            f"counts per class: {', '.join(other)}",
+            f"{sum(published.values()):,} and other counts per class: {', '.join(other)}",
             FedNoRoWarning,
             stacklevel=2,
         )
@@ -180,8 +179,7 @@ def plan_matched(
     if absent or unlabelled:
         warnings.warn(
             f"{tree.path}: {len(absent):,} of {len(records):,} labelled images are not there and "
-            f"{len(unlabelled):,} "
-            "images there have no label; both are left out",
+            f"{len(unlabelled):,} images there have no label; both are left out",
             FedNoRoWarning,
             stacklevel=2,
         )

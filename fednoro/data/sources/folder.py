@@ -53,8 +53,8 @@ class Folder(Options):
     grey: bool = option(False, "one channel in place of three")
     window: Literal["file", "brain", "triple"] = option(
         "file",
-        "DICOM grey values by the file's own window, the brain's, or brain, subdural and bone as "
-        "channels",
+        "DICOM grey values by the file's own window, the brain's, or "
+        "brain, subdural and bone as channels",
     )
     classes: tuple[str, ...] | None = option(
         None, "class names in order, the same at every site; default: those found, sorted"
@@ -68,8 +68,8 @@ class Folder(Options):
             raise UserError(f"data.window must be file, brain or triple, got {self.window!r}")
         if self.window == "triple" and self.grey:
             raise UserError(
-                "data.window triple has three channels: leave data.grey off, or choose file or "
-                "brain"
+                "data.window triple has three channels: leave "
+                "data.grey off, or choose file or brain"
             )
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
@@ -132,8 +132,8 @@ def _from_class_folders(tree: Tree) -> list[Record]:
             records.append(Record(name, inside.partition("/")[0], inside))
     if not records:
         raise UserError(
-            f"no images in {tree.path}; expected CLASS/IMAGE.jpg, .jpeg, .png or .dcm; "
-            "name a CSV of paths and labels with data.csv where they are kept otherwise"
+            f"no images in {tree.path}; expected CLASS/IMAGE.jpg, .jpeg, .png or .dcm; name a CSV "
+            "of paths and labels with data.csv where they are kept otherwise"
         )
     return records
 
@@ -205,8 +205,8 @@ def _from_csv(file: str, rows: Iterable[Row], find: Callable[[str], str]) -> lis
         label, before = label_of.setdefault(record.path, (record.label, line))
         if label != record.label:
             raise UserError(
-                f"{file}, line {line}: {record.path} is labelled {record.label!r}, but {label!r} "
-                f"on line {before}"
+                f"{file}, line {line}: {record.path} is labelled {record.label!r}, "
+                f"but {label!r} on line {before}"
             )
         if record.id in line_of:
             raise UserError(
@@ -239,8 +239,8 @@ def _classes(wanted: tuple[str, ...] | None, records: list[Record], root: Path) 
     if wanted is None:
         if len(found) < 2:
             raise UserError(
-                f"{root} has a single class, {found[0]!r}; at least two are needed, or name all "
-                "in data.classes"
+                f"{root} has a single class, {found[0]!r}; at least two are "
+                "needed, or name all in data.classes"
             )
         return tuple(found)
     if len(set(wanted)) != len(wanted) or len(wanted) < 2:

@@ -149,8 +149,7 @@ def _label_file(tree: Tree) -> str:
             return found[0]
     raise UserError(
         f"{tree.path} has no stage_2_train.csv at its top or one folder down: data.path must be "
-        "the folder that "
-        "Kaggle's rsna-intracranial-hemorrhage-detection was unpacked to"
+        "the folder that Kaggle's rsna-intracranial-hemorrhage-detection was unpacked to"
     )
 
 
@@ -286,8 +285,7 @@ def _match(
         ]
         warnings.warn(
             f"{file} is not the published label file: {count.total():,} slices of one type, not "
-            f"{sum(PUBLISHED):,} "
-            f"({'; '.join(differing)})",
+            f"{sum(PUBLISHED):,} ({'; '.join(differing)})",
             FedNoRoWarning,
             stacklevel=3,
         )

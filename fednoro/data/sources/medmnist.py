@@ -100,8 +100,8 @@ class Medmnist(Options):
             raise UserError(f"{file} has a single class; at least two are needed")
         if labels.max() >= len(names):
             raise UserError(
-                f"data.names has {len(names)} names, but the labels in {file} go up to "
-                f"{labels.max()}"
+                f"data.names has {len(names)} names, but the labels in "
+                f"{file} go up to {labels.max()}"
             )
         return names
 
@@ -191,8 +191,8 @@ def _read(file: Path) -> dict[str, tuple[_Rows, IntArray]]:
     """Images, not read yet, and labels [n] of the three parts."""
     if not file.is_file():
         raise UserError(
-            f"data.path {file} {'is not a file' if file.exists() else 'does not exist'}; name a "
-            ".npz file"
+            f"data.path {file} {'is not a file' if file.exists() else 'does not exist'}; "
+            "name a .npz file"
         )
     if not zipfile.is_zipfile(file):
         raise UserError(f"{file} is not a .npz file, or was cut short; download it again")
@@ -226,8 +226,8 @@ def _part(archive: zipfile.ZipFile, part: str, file: Path) -> tuple[_Rows, IntAr
         or 0 in shape[1:]
     ):
         raise UserError(
-            f"{file}: {part}_images must be uint8 [N, S, S] or [N, S, S, 3], got {images.dtype} "
-            f"{shape}"
+            f"{file}: {part}_images must be uint8 [N, S, S] or [N, S, S, "
+            f"3], got {images.dtype} {shape}"
         )
     if images.fortran:
         raise UserError(
@@ -235,8 +235,8 @@ def _part(archive: zipfile.ZipFile, part: str, file: Path) -> tuple[_Rows, IntAr
         )
     if len(labels.shape) == 2 and labels.shape[1] > 1:
         raise UserError(
-            f"{file} has {labels.shape[1]} labels per image; only sets with one label per image "
-            "will do"
+            f"{file} has {labels.shape[1]} labels per image; only sets "
+            "with one label per image will do"
         )
     if len(labels.shape) not in (1, 2) or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(

@@ -50,9 +50,8 @@ class Synthetic(Options):
         """Draws textures and images from `seed`."""
         if self.images < self.classes:
             raise UserError(
-                f"data.images must be at least data.classes ({self.classes}) so that no class is "
-                "empty, "
-                f"got {self.images}"
+                f"data.images must be at least data.classes ({self.classes}) so that no "
+                f"class is empty, got {self.images}"
             )
         rng = generator(seed, "synthetic textures")
         textures = _textures(self.classes, self.size, self.channels, rng)

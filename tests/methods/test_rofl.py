@@ -1,4 +1,6 @@
-"""RoFL: what a client begins with, which samples it keeps, and what becomes of classes that nobody has."""
+"""RoFL: what a client begins with, which samples it keeps, and what
+becomes of classes that nobody has.
+"""
 
 from __future__ import annotations
 
@@ -98,14 +100,18 @@ def test_pseudo_labels_are_the_received_models_and_wait_for_the_warm_up() -> Non
         ({"forget": 0.0}, {0: 1.0, 20: 1.0}),
     ],
 )
-def test_the_share_that_is_kept_falls_with_the_rounds(options: dict[str, Any], kept: dict[int, float]) -> None:
+def test_the_share_that_is_kept_falls_with_the_rounds(
+    options: dict[str, Any], kept: dict[int, float]
+) -> None:
     lab = engine()
     for round, share in kept.items():
         aux = RoFL(**options).aux(task(RoFL(), round), lab.site(lab.clients[0]))
         assert float(aux["keep"]) == pytest.approx(share, rel=1e-6) and aux["keep"].shape == ()
 
 
-@pytest.mark.parametrize(("warmup", "expected"), [(10, {0: 0, 5: 1.0, 10: 2, 30: 2}), (0, {0: 2, 1: 2})])
+@pytest.mark.parametrize(
+    ("warmup", "expected"), [(10, {0: 0, 5: 1.0, 10: 2, 30: 2}), (0, {0: 2, 1: 2})]
+)
 def test_the_weight_of_the_centroids_rises_until_pseudo_labels_are_used(
     warmup: int, expected: dict[int, float]
 ) -> None:
@@ -142,22 +148,30 @@ class Plain(nn.Module):
         return self.trunk(x)  # type: ignore[no-any-return]
 
 
-def step(f_k: Tensor, lam_cen: float = 1.0, keep: float = 1.0, net: nn.Module | None = None) -> Step:
+def step(
+    f_k: Tensor, lam_cen: float = 1.0, keep: float = 1.0, net: nn.Module | None = None
+) -> Step:
     net = net or Plain()
     x = torch.linspace(-1, 1, 18).view(6, 3) ** 3
     y = torch.tensor([0, 1, 2, 0, 1, 2])
     aux = {"f_k": f_k, "keep": torch.tensor(keep), "lam_cen": torch.tensor(lam_cen)}
-    return Step(net, net, x, y, torch.arange(6), aux, torch.empty(6, 0), {"pseudo": (y + 1) % CLASSES})
+    return Step(
+        net, net, x, y, torch.arange(6), aux, torch.empty(6, 0), {"pseudo": (y + 1) % CLASSES}
+    )
 
 
 @pytest.mark.parametrize("features", ["detached", "attached"])
-def test_detached_features_count_in_the_centroid_term_and_learn_nothing_from_it(features: Any) -> None:
+def test_detached_features_count_in_the_centroid_term_and_learn_nothing_from_it(
+    features: Any,
+) -> None:
     method, net = RoFL(features=features), Plain()
     f_k = net.features(step(torch.zeros(CLASSES, D)).x[:CLASSES]).detach() + 0.1
     with_it, without = (method.loss(step(f_k.clone(), weight, net=net)) for weight in (1.0, 0.0))
     assert with_it > without
     parameters = list(net.parameters())
-    pairs = zip(*(torch.autograd.grad(value, parameters) for value in (with_it, without)), strict=True)
+    pairs = zip(
+        *(torch.autograd.grad(value, parameters) for value in (with_it, without)), strict=True
+    )
     assert all(torch.equal(a, b) for a, b in pairs) == (features == "detached")
 
 
@@ -187,8 +201,11 @@ def test_the_centroid_of_a_class_that_a_batch_lacks_stays_as_it_is() -> None:
 
 def test_a_centroid_that_is_not_known_yet_takes_the_first_features_that_come() -> None:
     f_hat = torch.tensor([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]])
-    f_k = torch.tensor([[0.0, 0.0], [4.0, -3.0], [0.0, 0.0]])  # unknown, at a right angle, unknown and absent
-    torch.testing.assert_close(moved(f_k, f_hat), torch.tensor([[1.0, 2.0], [4.0, -3.0], [0.0, 0.0]]))
+    # unknown, at a right angle, unknown and absent
+    f_k = torch.tensor([[0.0, 0.0], [4.0, -3.0], [0.0, 0.0]])
+    torch.testing.assert_close(
+        moved(f_k, f_hat), torch.tensor([[1.0, 2.0], [4.0, -3.0], [0.0, 0.0]])
+    )
 
 
 def test_a_class_that_comes_late_gets_a_centroid() -> None:
@@ -201,8 +218,14 @@ def test_a_class_that_comes_late_gets_a_centroid() -> None:
         assert all(any(state.memo["centroids"][c]) for c in range(3))
 
 
-def test_a_client_sends_centroids_that_its_batches_moved_and_keeps_those_of_absent_classes() -> None:
-    lab, method, given = engine([GAPPED]), RoFL(forget=0), np.abs(np.random.default_rng(0).normal(size=(CLASSES, D)))
+def test_a_client_sends_centroids_that_its_batches_moved_and_keeps_those_of_absent_classes() -> (
+    None
+):
+    lab, method, given = (
+        engine([GAPPED]),
+        RoFL(forget=0),
+        np.abs(np.random.default_rng(0).normal(size=(CLASSES, D))),
+    )
     one = task(method, 1, given)
     sent = method.work(one, lab.site(lab.clients[0])).arrays["centroids"]
     assert sent.dtype == np.float64 and np.isfinite(sent).all()
@@ -217,7 +240,8 @@ def test_a_client_sends_centroids_that_its_batches_moved_and_keeps_those_of_abse
 def test_similarities_that_cancel_or_are_below_zero_give_the_plain_mean() -> None:
     f_g = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
     f_k = np.array([[[2.0, 1.0], [-1.0, 2.0], [1.0, 0.0]], [[-2.0, 1.1], [-3.0, 0.0], [0.0, 3.0]]])
-    expected = [[0.0, 1.05], [-2.0, 1.0], [1.0, 0.0]]  # cancel, below zero, and an ordinary one: s = 1 and 0
+    # cancel, below zero, and an ordinary one: s = 1 and 0
+    expected = [[0.0, 1.05], [-2.0, 1.0], [1.0, 0.0]]
     np.testing.assert_allclose(shared_centroids(f_g, f_k), expected, atol=1e-12)
 
 
@@ -238,7 +262,8 @@ def test_what_a_client_does_not_know_does_not_count() -> None:
             [[4.0, 0.0], [5.0, math.inf], [2.0, 1.0], [0.0, 0.0]],
         ]
     )
-    # A plain mean of those who hold it; the finite one; a class new to the server; a class that nobody holds.
+    # A plain mean of those who hold it; the finite one; a class new to the server;
+    # a class that nobody holds.
     expected = [[3.0, 0.0], [3.0, 3.0], [3.0, 1.0], [0.0, 0.0]]
     np.testing.assert_allclose(shared_centroids(f_g, f_k), expected, atol=1e-12)
 
@@ -247,13 +272,17 @@ def test_the_first_centroids_are_drawn_by_the_seed() -> None:
     """Clients of different directions: the draw shows in the weights of the first mean."""
     rng = np.random.default_rng(0)
     weights = Weights(torch.zeros(3), torch.zeros(0, dtype=torch.int64))
-    replies = [Reply(k, 1, weights, arrays={"centroids": rng.normal(size=(CLASSES, D))}) for k in range(3)]
+    replies = [
+        Reply(k, 1, weights, arrays={"centroids": rng.normal(size=(CLASSES, D))}) for k in range(3)
+    ]
 
     def first(seed: int) -> State:
         return RoFL().fold(replace(start(), seed=seed), Replies("train", (0, 1, 2), iter(replies)))
 
     assert first(0).memo == first(0).memo != first(1).memo
-    assert np.isfinite(first(0).memo["centroids"]).all() and np.shape(first(0).memo["centroids"]) == (CLASSES, D)
+    assert np.isfinite(first(0).memo["centroids"]).all() and np.shape(
+        first(0).memo["centroids"]
+    ) == (CLASSES, D)
 
 
 def test_where_nobody_answers_the_next_round_begins_anew() -> None:
@@ -301,9 +330,14 @@ class Maps(Headless):
 @pytest.mark.parametrize("build", [EagerEngine, CpuEngine, CudaEngine])
 @pytest.mark.parametrize(
     ("net", "message"),
-    [(Headless, "needs a network with features.*no features and no fc"), (Maps, r"features\(x\) must be B×d")],
+    [
+        (Headless, "needs a network with features.*no features and no fc"),
+        (Maps, r"features\(x\) must be B×d"),
+    ],
 )
-def test_a_network_without_features_is_refused_with_what_it_needs(build: Any, net: Any, message: str) -> None:
+def test_a_network_without_features_is_refused_with_what_it_needs(
+    build: Any, net: Any, message: str
+) -> None:
     data, clients = federation([ORDINARY, GAPPED])
     lab = build(net, data, 1, TRAINING, 0, CPU, clients)
     state = State(Packed(net()).weights(), 0, 3, CLASSES, 0)
@@ -318,7 +352,9 @@ def test_a_network_without_features_is_refused_with_what_it_needs(build: Any, ne
 @pytest.mark.parametrize("preset", ["ich", "isic2019", "ham10000"])
 def test_presets_have_the_papers_settings(preset: str) -> None:
     method = resolve(preset, ["data.path=images", "method=rofl"]).method
-    assert method == RoFL(warmup=10, forget=0.2, gradual=10, lam_cen=1.0, lam_e=0.8, features="detached")
+    assert method == RoFL(
+        warmup=10, forget=0.2, gradual=10, lam_cen=1.0, lam_e=0.8, features="detached"
+    )
 
 
 @pytest.mark.parametrize("options", ["", ", features: attached, lam_cen: 0.01"])

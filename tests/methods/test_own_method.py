@@ -73,9 +73,14 @@ class Plain:
     """No method."""
 '''
 TINY = (
-    "digits", "data={name: synthetic, images: 80, classes: 3, size: 8, channels: 1}", "device=cpu",
-    "partition={name: iid, clients: 2}", "noise=none", "model={name: cnn, width: 4}", "train.rounds=2",
-)  # fmt: skip
+    "digits",
+    "data={name: synthetic, images: 80, classes: 3, size: 8, channels: 1}",
+    "device=cpu",
+    "partition={name: iid, clients: 2}",
+    "noise=none",
+    "model={name: cnn, width: 4}",
+    "train.rounds=2",
+)
 
 
 @pytest.fixture
@@ -93,7 +98,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def fednoro_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "fednoro", *args], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "fednoro", *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -104,7 +114,11 @@ def test_a_configuration_names_it_so_that_another_process_finds_it(module: str) 
     assert yaml.safe_load(dump(config))["method"] == {"name": f"{module}:Scaled", "by": 3.0}
     assert resolve(yaml.safe_load(dump(config))) == config
     assert resolve(TINY[0], [*TINY[1:], "method=scaled"]).method == type(config.method)()
-    table = {"preset": "digits", "methods": {f"{module}:Scaled": {"by": 5}}, "method": f"{module}:Scaled"}
+    table = {
+        "preset": "digits",
+        "methods": {f"{module}:Scaled": {"by": 5}},
+        "method": f"{module}:Scaled",
+    }
     assert vars(resolve(table).method)["by"] == 5
 
 
@@ -116,11 +130,17 @@ def test_options_of_a_method_in_a_package_are_set_by_overrides(module: str, tmp_
     assert vars(config.method)["by"] == 7
 
 
-def test_a_class_that_cannot_be_found_by_its_own_name_goes_by_the_registered_one(module: str, tmp_path: Path) -> None:
+def test_a_class_that_cannot_be_found_by_its_own_name_goes_by_the_registered_one(
+    module: str, tmp_path: Path
+) -> None:
     own = importlib.import_module(module)
-    assert name_of(own.Outer.Inner) == f"{module}:Outer.Inner" and find_method(f"{module}:Outer.Inner")
+    assert name_of(own.Outer.Inner) == f"{module}:Outer.Inner" and find_method(
+        f"{module}:Outer.Inner"
+    )
     hidden = own.made()
-    with pytest.raises(UserError, match="can be found by nobody: put it into a module, or register it in METHODS"):
+    with pytest.raises(
+        UserError, match="can be found by nobody: put it into a module, or register it in METHODS"
+    ):
         name_of(hidden)
     METHODS["scaled"] = hidden  # which the fixture takes out again
     run = fednoro.run(*TINY, "method=scaled", f"out={tmp_path}")
@@ -132,9 +152,13 @@ def test_in_a_table_it_is_played_from_its_own_first_round_and_scaled_like_what_i
 ) -> None:
     order = Order("digits", (), (0,), tmp_path, rounds=20)
     setting = Setting(0.4, 0.5, 0.7)
-    own, paper = (train(order.config(row, setting, 0), tmp_path) for row in (f"{module}:Sub", "fednoro"))
+    own, paper = (
+        train(order.config(row, setting, 0), tmp_path) for row in (f"{module}:Sub", "fednoro")
+    )
     assert ":" not in str(own.config.name) and vars(own.config.method)["warmup"] < 20
-    alone, *_ = sharing([own, paper, train(order.config("fedla", setting, 0), tmp_path)], tmp_path, 3)
+    alone, *_ = sharing(
+        [own, paper, train(order.config("fedla", setting, 0), tmp_path)], tmp_path, 3
+    )
     assert alone.played is None, "its loss is not FedLA's"
 
 
@@ -143,7 +167,9 @@ def test_registered_methods_keep_their_names() -> None:
         assert name_of(kind) == name and find_method(name) is kind
 
 
-def test_a_class_of_the_main_program_goes_by_its_registered_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_the_main_program_goes_by_its_registered_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kind = type("Mine", (Method,), {"__module__": "__main__"})
     monkeypatch.setitem(METHODS, "mine", kind)
     assert name_of(kind) == "mine"
@@ -156,7 +182,11 @@ def test_a_class_of_the_main_program_goes_by_its_registered_name(monkeypatch: py
         ("{}_broken:X", "cannot be imported (ValueError: mutable default"),
         ("{}_needy:X", "cannot be imported (No module named 'no_such_dependency')"),
         ("{}_torn:X", "cannot be imported (SyntaxError: "),
-        ("nowhere:Scaled", "cannot be imported (No module named 'nowhere'): is nowhere in the folder that you are in"),
+        (
+            "nowhere:Scaled",
+            "cannot be imported (No module named 'nowhere'): is "
+            "nowhere in the folder that you are in",
+        ),
         (".x:Scaled", "cannot be imported"),
         (":Scaled", "cannot be imported"),
         ("{}:Loose", "is no method: it must be a frozen dataclass that extends fednoro's Method"),
@@ -183,7 +213,9 @@ def test_from_the_command_line_to_predictions(module: str, tmp_path: Path) -> No
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     ended = fednoro_command("resume", str(folder), cwd=elsewhere)
-    assert ended.returncode == 2 and "in the folder that you are in, or on PYTHONPATH?" in ended.stderr
+    assert (
+        ended.returncode == 2 and "in the folder that you are in, or on PYTHONPATH?" in ended.stderr
+    )
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(elsewhere / "a.png")
     ended = fednoro_command("predict", str(folder), "a.png", cwd=elsewhere)
     assert ended.returncode == 0 and "a.png" in ended.stdout, "the network is all that it takes"
@@ -193,4 +225,6 @@ def test_from_the_command_line_to_predictions(module: str, tmp_path: Path) -> No
 
 def test_in_a_program(module: str, tmp_path: Path) -> None:
     run = fednoro.run(*TINY, f"method={module}:Scaled", f"out={tmp_path}")
-    assert run.folder.name == "synthetic-scaled-seed0" and fednoro.resume(run.folder).best == run.best
+    assert (
+        run.folder.name == "synthetic-scaled-seed0" and fednoro.resume(run.folder).best == run.best
+    )

@@ -1,13 +1,15 @@
 """FedAvg, and the shape that every method has.
 
-McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017.
+McMahan et al., Communication-Efficient Learning of Deep Networks from
+Decentralized Data, AISTATS 2017.
 
     client    w_k ← local epochs on CE(f(x), y), from w_g
     server    w_g ← Σ_k N_k w_k / Σ_j N_j
 
-A method is a frozen dataclass of its hyper-parameters and a few functions. `plan` and `fold` run on
-the server, `aux`, `rows`, `loss` and `work` on the client. `loss` is a pure tensor function of its `Step`: no
-`.item()`, no branch on a tensor's value, no numpy, so that an engine may capture it once and replay it.
+A method is a frozen dataclass of its hyper-parameters and a few functions. `plan` and `fold` run
+on the server, `aux`, `rows`, `loss` and `work` on the client. `loss` is a pure tensor function
+of its `Step`: no `.item()`, no branch on a tensor's value, no numpy, so that an engine may
+capture it once and replay it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Method(Options):
         """Raises a `UserError` where the options do not fit a run of `rounds`."""
 
     def check_clients(self, clients: int) -> None:
-        """Raises a `UserError` where the options do not fit a simulated federation of so many clients."""
+        """Raises a `UserError` where the options do not fit a simulated
+        federation of so many clients.
+        """
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
         """Server: what to ask of whom."""
@@ -102,6 +106,8 @@ def advance(state: State, model: Weights, notes: Mapping[int, Mapping[str, float
 def nobody_answered(state: State) -> State:
     """A round without a single usable reply: the model stays as it is."""
     warnings.warn(
-        f"round {state.round + 1}: no client answered, the model stays as it is", FedNoRoWarning, stacklevel=2
+        f"round {state.round + 1}: no client answered, the model stays as it is",
+        FedNoRoWarning,
+        stacklevel=2,
     )
     return advance(state, state.model, {})

@@ -33,6 +33,7 @@ from federations import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fednoro.core.options import summary
 from fednoro.core.types import Clients, Failure, Replies, Reply, Site, State, Step, Task, Weights
 from fednoro.data.client import Client
 from fednoro.engine.eager import EagerEngine, EagerSite
@@ -83,18 +84,32 @@ class RecordingSite(EagerSite):
         assert isinstance(engine, Lab)
 
         def recorded(step: Step) -> Tensor:
-            kept, mine = ({key: value.clone() for key, value in given.items()} for given in (step.aux, step.rows))
+            kept, mine = (
+                {key: value.clone() for key, value in given.items()}
+                for given in (step.aux, step.rows)
+            )
             models = self.lane.net.weights(), self.lane.anchor.weights()
-            engine.samples.append(Sample(loss, *models, step.x.clone(), step.y, step.index, kept, step.u.clone(), mine))
+            engine.samples.append(
+                Sample(
+                    loss, *models, step.x.clone(), step.y, step.index, kept, step.u.clone(), mine
+                )
+            )
             return loss(step)
 
         return super().train(task, recorded, aux, draws, epochs, rows)
 
 
 class Lab(EagerEngine):
-    """The eager engine over clients given by their labels, with sites that record and faults to order."""
+    """The eager engine over clients given by their labels, with sites
+    that record and faults to order.
+    """
 
-    def __init__(self, parts: Sequence[Sequence[int]], raising: Sequence[int] = (), sending_nan: Sequence[int] = ()):
+    def __init__(
+        self,
+        parts: Sequence[Sequence[int]],
+        raising: Sequence[int] = (),
+        sending_nan: Sequence[int] = (),
+    ):
         dataset, clients = federation(parts)
         super().__init__(network, dataset, 1, TRAINING, 0, torch.device("cpu"), clients)
         self.raising, self.sending_nan = raising, sending_nan
@@ -111,7 +126,11 @@ class Lab(EagerEngine):
             self.asked.append((task.name, task.round, tuple(tasks)))
             break
         for item in super().exchange(method, tasks):
-            if isinstance(item, Reply) and item.weights is not None and item.client in self.sending_nan:
+            if (
+                isinstance(item, Reply)
+                and item.weights is not None
+                and item.client in self.sending_nan
+            ):
                 broken = item.weights.values.clone()
                 broken[len(broken) // 2] = torch.nan
                 item = replace(item, weights=replace(item.weights, values=broken))
@@ -134,7 +153,9 @@ def same(a: State, b: State) -> bool:
 
 
 class Spy:
-    """A method whose folds are kept: the state before, a copy of it, the replies, and the state after."""
+    """A method whose folds are kept: the state before, a copy of it, the
+    replies, and the state after.
+    """
 
     def __init__(self, method: Method) -> None:
         self._method = method
@@ -144,7 +165,9 @@ class Spy:
         return getattr(self._method, name)
 
     def fold(self, state: State, replies: Replies) -> State:
-        model = Weights(state.model.values.clone(), state.model.counters.clone(), state.model.segments)
+        model = Weights(
+            state.model.values.clone(), state.model.counters.clone(), state.model.segments
+        )
         before = replace(state, model=model, memo=json.loads(json.dumps(state.memo)))
         kept = list(replies)
         after = self._method.fold(state, Replies(replies.task, replies.asked, iter(kept)))
@@ -161,7 +184,16 @@ def step_of(sample: Sample, lab: Lab) -> Step:
     for norm in lab.net.norms:
         norm.training = len(sample.x) > 1
     aux = {key: value.clone() for key, value in sample.aux.items()}
-    return Step(lab.net.net, lab.lane.anchor.net, sample.x, sample.y, sample.index, aux, sample.u, sample.rows)
+    return Step(
+        lab.net.net,
+        lab.lane.anchor.net,
+        sample.x,
+        sample.y,
+        sample.index,
+        aux,
+        sample.u,
+        sample.rows,
+    )
 
 
 def run_without_values(sample: Sample) -> Tensor:
@@ -172,7 +204,10 @@ def run_without_values(sample: Sample) -> Tensor:
             if isinstance(module, nn.BatchNorm2d):
                 module.training = len(sample.x) > 1
         x, y, index, u = (mode.from_tensor(t) for t in (sample.x, sample.y, sample.index, sample.u))
-        aux, rows = ({key: mode.from_tensor(t) for key, t in given.items()} for given in (sample.aux, sample.rows))
+        aux, rows = (
+            {key: mode.from_tensor(t) for key, t in given.items()}
+            for given in (sample.aux, sample.rows)
+        )
         value = sample.loss(Step(net, anchor, x, y, index, aux, u, rows))
         value.backward()  # type: ignore[no-untyped-call]
         return value
@@ -220,14 +255,18 @@ def test_loss_is_deterministic_and_leaves_its_inputs_alone(method: Method) -> No
         chance = torch.get_rng_state()
         first = sample.loss(step_of(sample, lab)).detach().clone()
         step = step_of(sample, lab)
-        places = {key: (value.data_ptr(), value.shape, value.dtype) for key, value in step.aux.items()}
+        places = {
+            key: (value.data_ptr(), value.shape, value.dtype) for key, value in step.aux.items()
+        }
         second = sample.loss(step)
         assert torch.equal(first, second)
         assert torch.equal(chance, torch.get_rng_state()), "randomness comes from step.u alone"
         assert all(map(torch.equal, inputs, given))
         assert torch.equal(lab.lane.anchor.weights().values, sample.anchor.values)
         # What a client updates from batch to batch lives in `aux`, but must be updated in place.
-        assert {key: (value.data_ptr(), value.shape, value.dtype) for key, value in step.aux.items()} == places
+        assert {
+            key: (value.data_ptr(), value.shape, value.dtype) for key, value in step.aux.items()
+        } == places
 
 
 @every_variant
@@ -265,13 +304,23 @@ class Scenario:
 
 
 def _statuses(turns: list[Turn], status: str) -> list[set[int]]:
-    return [{a.client for a in turn.answers if a.status == status} for turn in turns if turn.task == "train"]
+    return [
+        {a.client for a in turn.answers if a.status == status}
+        for turn in turns
+        if turn.task == "train"
+    ]
 
 
 def _only(turns: list[Turn], status: str, client: int) -> bool:
-    """`client` alone has that status, and no other; a method may leave it out of some rounds, but not of the last."""
+    """`client` alone has that status, and no other; a method may leave it out of some
+    rounds, but not of the last.
+    """
     seen = _statuses(turns, status)
-    return seen[-1] == {client} and set().union(*seen) == {client} and not any(client in ok for ok in _ok(turns))
+    return (
+        seen[-1] == {client}
+        and set().union(*seen) == {client}
+        and not any(client in ok for ok in _ok(turns))
+    )
 
 
 def _ok(turns: list[Turn]) -> list[set[int]]:
@@ -281,14 +330,21 @@ def _ok(turns: list[Turn]) -> list[set[int]]:
 SCENARIOS = {
     # A method may train on some of those who are there, but on all of them in the end.
     "everyone takes part": Scenario(
-        seen=lambda turns: len(_ok(turns)[-1]) == 5 and {a.status for turn in turns for a in turn.answers} == {"ok"}
+        seen=lambda turns: (
+            len(_ok(turns)[-1]) == 5
+            and {a.status for turn in turns for a in turn.answers} == {"ok"}
+        )
     ),
     "half are drawn": Scenario(
-        options={"participation": 0.5}, seen=lambda turns: max(map(len, _ok(turns))) == len(_ok(turns)[-1]) == 2
+        options={"participation": 0.5},
+        seen=lambda turns: max(map(len, _ok(turns))) == len(_ok(turns)[-1]) == 2,
     ),
-    "some drop out": Scenario(options={"failures": 0.3}, seen=lambda turns: any(_statuses(turns, "dropped"))),
+    "some drop out": Scenario(
+        options={"failures": 0.3}, seen=lambda turns: any(_statuses(turns, "dropped"))
+    ),
     "all drop out in one round": Scenario(
-        options={"failures": 0.95}, seen=lambda turns: any(len(gone) == 5 for gone in _statuses(turns, "dropped"))
+        options={"failures": 0.95},
+        seen=lambda turns: any(len(gone) == 5 for gone in _statuses(turns, "dropped")),
     ),
     "one raises every time": Scenario(raising=(1,), seen=lambda turns: _only(turns, "failed", 1)),
     "one sends NaN": Scenario(sending_nan=(1,), seen=lambda turns: _only(turns, "failed", 1)),
@@ -297,7 +353,9 @@ SCENARIOS = {
         seen=lambda turns: not any(_ok(turns)) and len(_statuses(turns, "failed")[-1]) == 5,
     ),
     "one is away": Scenario(options={"clients": (0, 2, 3, 4)}),
-    "one is away, half of the others are drawn": Scenario(options={"clients": (0, 2, 3, 4), "participation": 0.5}),
+    "one is away, half of the others are drawn": Scenario(
+        options={"clients": (0, 2, 3, 4), "participation": 0.5}
+    ),
     "one client": Scenario([ORDINARY]),
     "two clients": Scenario([ORDINARY, GAPPED]),
     "two clients, one raises": Scenario([ORDINARY, GAPPED], raising=(0,)),
@@ -329,14 +387,19 @@ def test_federation_completes_all_rounds(method: Method, name: str) -> None:
 
 @every_method
 def test_training_fits_the_clients_labels(method: Method) -> None:
-    """A method that went through all the motions without learning would pass everything else here."""
+    """A method that went through all the motions without learning
+    would pass everything else here.
+    """
     lab = Lab([ORDINARY, GAPPED, ORDINARY[::-1]])
     if isinstance(method, RoFL):
-        method = replace(method, warmup=18)  # else it learns the pseudo-labels of a model that has learnt nothing
+        # else it learns the pseudo-labels of a model that has learnt nothing
+        method = replace(method, warmup=18)
     *_, last = turns(method, lab, start(rounds=20))
     index = np.concatenate([client.index for client in lab.clients.values()])
     labels = torch.cat([client.labels for client in lab.clients.values()])
-    before, after = (F.cross_entropy(lab.logits(w, index), labels) for w in (start().model, last.state.model))
+    before, after = (
+        F.cross_entropy(lab.logits(w, index), labels) for w in (start().model, last.state.model)
+    )
     assert last.state.round == 20 and after < 0.7 * before
 
 
@@ -375,7 +438,10 @@ def test_fold_leaves_the_incoming_state_alone(method: Method) -> None:
     for state, copy, _, after in folds(method):
         assert same(state, copy)
         assert after is not state
-        assert after.model is state.model or after.model.values.data_ptr() != state.model.values.data_ptr()
+        assert (
+            after.model is state.model
+            or after.model.values.data_ptr() != state.model.values.data_ptr()
+        )
 
 
 @every_variant
@@ -387,7 +453,9 @@ def test_fold_leaves_the_replies_alone(method: Method) -> None:
     name = next(iter(tasks.values())).name
     method.fold(state, Replies(name, tuple(tasks), iter(replies)))
     assert len(copies) == len(tasks) >= 1
-    assert all(torch.equal(reply.weights.values, copy) for reply, copy in zip(replies, copies, strict=True))  # type: ignore[union-attr]
+    assert all(
+        torch.equal(reply.weights.values, copy) for reply, copy in zip(replies, copies, strict=True)
+    )  # type: ignore[union-attr]
 
 
 @every_variant
@@ -398,7 +466,9 @@ def test_memo_holds_json_values_only(method: Method) -> None:
 
 @dataclass(frozen=True)
 class Relabelling(Method):
-    """Not registered: it keeps corrected labels at the clients, so that what they remember matters."""
+    """Not registered: it keeps corrected labels at the clients, so
+    that what they remember matters.
+    """
 
     def work(self, task: Task, site: Site) -> Reply:
         site.memory["labels"] = (site.labels + 1) % site.classes
@@ -406,9 +476,15 @@ class Relabelling(Method):
 
 
 @pytest.mark.parametrize(
-    "method", [*(pytest.param(small(cls), id=name) for name, cls in METHODS.items()), pytest.param(Relabelling())]
+    "method",
+    [
+        *(pytest.param(small(cls), id=name) for name, cls in METHODS.items()),
+        pytest.param(Relabelling()),
+    ],
 )
-def test_playing_on_from_a_checkpoint_after_any_exchange_gives_the_same_bits(method: Method, tmp_path: Path) -> None:
+def test_playing_on_from_a_checkpoint_after_any_exchange_gives_the_same_bits(
+    method: Method, tmp_path: Path
+) -> None:
     trouble = {"participation": 0.7, "failures": 0.2}
     lab = Lab(MIXED)
     whole = []
@@ -442,7 +518,10 @@ def test_playing_on_from_a_checkpoint_after_any_exchange_gives_the_same_bits(met
 def test_models_are_averaged_with_the_noted_weights_and_counters_are_copied(method: Method) -> None:
     packed = Packed(network())
     statistics = torch.cat(
-        [torch.full((size,), "running" in name) for name, size in zip(packed.names, packed.segments, strict=True)]
+        [
+            torch.full((size,), "running" in name)
+            for name, size in zip(packed.names, packed.segments, strict=True)
+        ]
     )
     assert 0 < statistics.sum() < len(statistics)
     folded = 0
@@ -459,10 +538,14 @@ def test_models_are_averaged_with_the_noted_weights_and_counters_are_copied(meth
         actual = after.model.values.numpy().astype(np.float64)
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-9)
         moved, moves = (
-            any(not torch.equal(w.values[statistics], state.model.values[statistics]) for w in models)
+            any(
+                not torch.equal(w.values[statistics], state.model.values[statistics])
+                for w in models
+            )
             for models in ([after.model], [weights for _, weights in trained])
         )
-        assert moved == moves, "running statistics are averaged too"  # a client of one image leaves them alone
+        # a client of one image leaves them alone
+        assert moved == moves, "running statistics are averaged too"
         assert after.model.counters.dtype == torch.int64
         assert any(torch.equal(after.model.counters, weights.counters) for _, weights in trained)
         assert after.model.segments == packed.segments
@@ -479,7 +562,7 @@ def test_method_and_its_options_describe_themselves(name: str) -> None:
     cls = METHODS[name]
     assert name == name.lower() and cls.section == "method"
     assert "__doc__" in vars(cls) and cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}(")
-    assert cls.__doc__.splitlines()[0].endswith(".")
+    assert summary(cls).endswith(".")
     for f in dataclasses.fields(cls):
         assert f.metadata.get("help"), f"{name}.{f.name} has no help"
         assert f.default is not dataclasses.MISSING, f"{name}.{f.name} has no default"

@@ -28,7 +28,8 @@ from fednoro.runs import RunFolder, load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHOD = FedCorr()
-LIDS, MU = {0: 2.0, 1: 2.1, 2: 6.0, 3: 6.3}, {2: 0.4, 3: 0.05}  # 2 and 3 are flagged, but 3 is clean by its level
+# 2 and 3 are flagged, but 3 is clean by its level
+LIDS, MU = {0: 2.0, 1: 2.1, 2: 6.0, 3: 6.3}, {2: 0.4, 3: 0.05}
 NOTHING = Evaluation(np.eye(4, dtype=np.int64), 0.0)
 
 
@@ -44,7 +45,9 @@ def begin(rounds: int = 4, seed: int = 0) -> State:
 Answer = Callable[[int, Task], Reply | Failure]
 
 
-def told(lids: Mapping[int, float] = LIDS, mu: Mapping[int, float] = MU, silent: Sequence[str] = ()) -> Answer:
+def told(
+    lids: Mapping[int, float] = LIDS, mu: Mapping[int, float] = MU, silent: Sequence[str] = ()
+) -> Answer:
     """Clients that answer with these; those in `silent`, such as "visit-1 2", do not."""
 
     def answer(k: int, task: Task) -> Reply | Failure:
@@ -54,14 +57,21 @@ def told(lids: Mapping[int, float] = LIDS, mu: Mapping[int, float] = MU, silent:
             return Reply(k, 10, metrics={"mu": mu[k], "relabelled": 1.0})
         if task.name == "relabel":
             return Reply(k, 10, metrics={"relabelled": 1.0})
-        metrics = {"loss": 1.0, "lid": lids[k]} if task.name.startswith("visit") and k in lids else {"loss": 1.0}
+        metrics = (
+            {"loss": 1.0, "lid": lids[k]}
+            if task.name.startswith("visit") and k in lids
+            else {"loss": 1.0}
+        )
         return Reply(k, 10, model(k + 1), metrics)
 
     return answer
 
 
 def played(
-    answer: Answer | None = None, method: FedCorr = METHOD, clients: Sequence[int] = range(4), **options: Any
+    answer: Answer | None = None,
+    method: FedCorr = METHOD,
+    clients: Sequence[int] = range(4),
+    **options: Any,
 ) -> tuple[list[tuple[str, dict[int, Task]]], list[Turn]]:
     """A whole run: what was asked of whom, and the turns."""
     asked: list[tuple[str, dict[int, Task]]] = []
@@ -88,7 +98,9 @@ def test_a_run_goes_through_its_stages_in_order() -> None:
     assert whom[10:12] == [("train", [0, 1, 3])] * 2  # T2 = 2 of 4 rounds on those with μ_k ≤ 0.1
     assert whom[12:] == [("relabel", [2]), *[("train", [0, 1, 2, 3])] * 2]
     assert [turn.state.round for turn in turns] == [0] * 10 + [1, 2, 2, 3, 4]
-    assert [turn.state.stage for turn in turns if turn.evaluation] == ["fine-tuning"] * 2 + ["usual training"] * 2
+    assert [turn.state.stage for turn in turns if turn.evaluation] == ["fine-tuning"] * 2 + [
+        "usual training"
+    ] * 2
 
 
 def test_every_iteration_visits_each_client_once_in_another_random_order() -> None:
@@ -104,7 +116,12 @@ def test_every_iteration_visits_each_client_once_in_another_random_order() -> No
 
 def test_visits_of_different_iterations_have_different_draws() -> None:
     asked, _ = played()
-    keys = [(task.name, task.round, k) for name, tasks in asked if "visit" in name for k, task in tasks.items()]
+    keys = [
+        (task.name, task.round, k)
+        for name, tasks in asked
+        if "visit" in name
+        for k, task in tasks.items()
+    ]
     assert len(keys) == len(set(keys)) == 8  # name, round and client key a client's random draws
 
 
@@ -115,7 +132,12 @@ def test_the_global_model_becomes_the_visited_client_s() -> None:
             (k,) = tasks
             assert torch.equal(turn.state.model.values, model(k + 1).values)
             assert turn.state.notes == {k: {"weight": 1.0}}
-    received = [task.weights.values[0] for name, tasks in asked if name == "visit-1" for task in tasks.values()]
+    received = [
+        task.weights.values[0]
+        for name, tasks in asked
+        if name == "visit-1"
+        for task in tasks.values()
+    ]
     assert received == [0, *(k + 1 for k in visits(asked, 1)[:-1])]
 
 
@@ -156,7 +178,8 @@ def test_stage_1_ends_although_a_client_always_fails() -> None:
     assert visits(asked, 1).count(0) == visits(asked, 2).count(0) == 1
     assert turns[-1].state.round == 4
     trained = [sorted(tasks) for name, tasks in asked if name == "train"]
-    assert trained == [[1, 3], [1, 3], [0, 1, 2, 3], [0, 1, 2, 3]]  # never judged: not one to fine-tune on
+    # never judged: not one to fine-tune on
+    assert trained == [[1, 3], [1, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert [sorted(tasks) for name, tasks in asked if name == "relabel"] == [[2]]
 
 
@@ -214,7 +237,9 @@ def test_visits_go_on_where_they_were_after_any_exchange() -> None:
         state = turns[number].state
         memo = json.loads(json.dumps(state.memo, allow_nan=False))
         rest, _ = played(state=replace(state, memo=memo))
-        assert [(name, sorted(tasks)) for name, tasks in rest] == [(n, sorted(t)) for n, t in asked[number + 1 :]]
+        assert [(name, sorted(tasks)) for name, tasks in rest] == [
+            (n, sorted(t)) for n, t in asked[number + 1 :]
+        ]
 
 
 def test_what_is_known_about_the_clients_is_recorded() -> None:
@@ -222,19 +247,25 @@ def test_what_is_known_about_the_clients_is_recorded() -> None:
     found = turns[-1].state.memo["detection"]
     assert found["reason"] == "1 of 4 clients have a noise level above 0.1"
     assert [found["clients"][str(k)]["noisy"] for k in range(4)] == [False, False, True, False]
-    assert found["clients"]["3"]["mu"] == 0.05 and found["clients"]["3"]["lid"] == pytest.approx(6.3)
+    assert found["clients"]["3"]["mu"] == 0.05 and found["clients"]["3"]["lid"] == pytest.approx(
+        6.3
+    )
     assert found["clients"]["0"]["posterior"] < 0.01 and found["clients"]["3"]["posterior"] > 0.99
 
 
 def test_a_lid_that_is_not_a_number_is_left_out() -> None:
-    state = METHOD.fold(begin(), Replies("visit-1", (0,), [Reply(0, 5, model(1), {"lid": math.nan})]))
+    state = METHOD.fold(
+        begin(), Replies("visit-1", (0,), [Reply(0, 5, model(1), {"lid": math.nan})])
+    )
     assert state.memo["lids"] == {} and state.memo["visited"] == [0]
 
 
 def test_fine_tuning_lasts_for_half_of_the_rounds_unless_told() -> None:
     assert FedCorr().last_of_stage_2(100) == 50 and FedCorr(finetune=30).last_of_stage_2(100) == 30
     FedCorr(finetune=100).check(100)
-    with pytest.raises(UserError, match=r"method\.finetune must be at most train\.rounds \(20\), got 50"):
+    with pytest.raises(
+        UserError, match=r"method\.finetune must be at most train\.rounds \(20\), got 50"
+    ):
         FedCorr(finetune=50).check(20)
     asked, _ = played(method=FedCorr(finetune=0))
     assert [name for name, _ in asked][10:] == ["relabel"] + ["train"] * 4
@@ -253,8 +284,12 @@ class Lab(EagerEngine):
         training = Training(rounds=4, batch=4, lr=0.01)
         super().__init__(network, data, 1, training, 0, torch.device("cpu"), clients)
 
-    def ask(self, method: FedCorr, k: int, name: str, weights: Weights | None = None, **settings: float) -> Reply:
-        return method.work(Task(name, 0, weights or start().model, settings), self.site(self.clients[k]))
+    def ask(
+        self, method: FedCorr, k: int, name: str, weights: Weights | None = None, **settings: float
+    ) -> Reply:
+        return method.work(
+            Task(name, 0, weights or start().model, settings), self.site(self.clients[k])
+        )
 
 
 def decided(k: int, lab: Lab) -> Tensor:
@@ -296,7 +331,8 @@ def test_correction_relabels_the_worst_half_of_what_looks_wrong_where_the_model_
     client.memory["losses"] = torch.full((9,), 0.1, dtype=torch.float64)
     client.memory["losses"][wrong] = torch.tensor([3.0, 3.3, 3.2, 3.1], dtype=torch.float64)
     surest = p.max(1).values
-    method = FedCorr(confidence=float(surest[[3, 4]].min()))  # one of the two worst, 3 and 4, is sure enough
+    # one of the two worst, 3 and 4, is sure enough
+    method = FedCorr(confidence=float(surest[[3, 4]].min()))
     reply = lab.ask(method, 0, "correct-1")
     (sure,) = [i for i in (3, 4) if surest[i] > method.confidence]
     expected = torch.tensor(ORDINARY)
@@ -323,7 +359,9 @@ def test_relabelling_replaces_labels_and_never_changes_them_in_place() -> None:
 def test_logit_adjustment_follows_the_corrected_labels() -> None:
     lab, method = Lab([ORDINARY]), FedCorrLA()
     site, task = lab.site(lab.clients[0]), Task("train", 0, start().model)
-    assert method.aux(task, site)["log_pi"].exp().tolist() == pytest.approx([3 / 9, 2 / 9, 2 / 9, 2 / 9])
+    assert method.aux(task, site)["log_pi"].exp().tolist() == pytest.approx(
+        [3 / 9, 2 / 9, 2 / 9, 2 / 9]
+    )
     lab.clients[0].memory["labels"] = torch.tensor([1] * 6 + [2] * 3)
     assert method.aux(task, site)["log_pi"].exp().tolist() == pytest.approx([0, 6 / 9, 3 / 9, 0])
     assert "log_pi" not in FedCorr().aux(task, site)
@@ -340,7 +378,8 @@ def test_wrong_labels_of_a_fitted_federation_are_found_and_corrected() -> None:
     lab.ask(METHOD, 1, "visit-1", trained)
     reply = lab.ask(METHOD, 1, "correct-1", trained)
     assert float(reply.metrics["mu"]) == pytest.approx(1 / 3, abs=0.02)
-    assert (lab.clients[1].labels == torch.tensor(right)).sum() == pytest.approx(50, abs=1)  # half of the 20 may change
+    # half of the 20 may change
+    assert (lab.clients[1].labels == torch.tensor(right)).sum() == pytest.approx(50, abs=1)
     lab.ask(METHOD, 1, "relabel", trained)
     assert (lab.clients[1].labels == torch.tensor(right)).all()
 
@@ -348,13 +387,21 @@ def test_wrong_labels_of_a_fitted_federation_are_found_and_corrected() -> None:
 def test_a_run_with_a_client_of_one_image_judges_the_others() -> None:
     lab = Lab([ORDINARY, GAPPED, ONE_IMAGE])
     *_, last = play(METHOD, start(rounds=4), lab.exchange, [0, 1, 2], lambda _: NOTHING)
-    assert last.state.round == 4 and last.state.memo["lids"].keys() == {"0", "1"}  # one image has no LID
+    # one image has no LID
+    assert last.state.round == 4 and last.state.memo["lids"].keys() == {"0", "1"}
 
 
 # Runs
 
 
-QUICK = ("train.rounds=4", "train.epochs=1", "partition.clients=5", "noise.epochs=2", "model.width=4", "device=cpu")
+QUICK = (
+    "train.rounds=4",
+    "train.epochs=1",
+    "partition.clients=5",
+    "noise.epochs=2",
+    "model.width=4",
+    "device=cpu",
+)
 
 
 @pytest.mark.parametrize("name", ["fedcorr", "fedcorr-la"])
@@ -381,15 +428,26 @@ class Stopper(Watcher):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("exchanges", [3, 6, 14])  # in the first iteration, after its correction, in the rounds
+# in the first iteration, after its correction, in the rounds
+@pytest.mark.parametrize("exchanges", [3, 6, 14])
 def test_a_stopped_run_goes_on_with_the_same_labels(exchanges: int, tmp_path: Path) -> None:
     whole = fednoro.run("digits", "method=fedcorr", *QUICK, f"out={tmp_path}", "name=whole")
     with pytest.raises(KeyboardInterrupt):
-        fednoro.run("digits", "method=fedcorr", *QUICK, f"out={tmp_path}", "name=part", watcher=Stopper(exchanges))
+        fednoro.run(
+            "digits",
+            "method=fedcorr",
+            *QUICK,
+            f"out={tmp_path}",
+            "name=part",
+            watcher=Stopper(exchanges),
+        )
     part = fednoro.resume(tmp_path / "part")
     ends = [load_checkpoint(RunFolder(run.folder).checkpoints()[-1]) for run in (whole, part)]
     assert whole.bacc == part.bacc and whole.detection == part.detection
-    lists = [{k: {key: v.tolist() for key, v in m.items()} for k, m in end.memories.items()} for end in ends]
+    lists = [
+        {k: {key: v.tolist() for key, v in m.items()} for k, m in end.memories.items()}
+        for end in ends
+    ]
     assert lists[0] == lists[1]
 
 

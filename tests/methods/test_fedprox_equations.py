@@ -1,4 +1,6 @@
-"""FedProx's objective against slow float64 loops, and its proximal term on an engine that computes in bfloat16."""
+"""FedProx's objective against slow float64 loops, and its proximal term on an
+engine that computes in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def some_step() -> Step:
     net, anchor = (initialise(Cnn(width=2), 1, 3, seed).double().eval() for seed in (1, 2))
     anchor.requires_grad_(False)
     x = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 1, 5, 5)))
-    return Step(net, anchor, x, torch.tensor([0, 1, 2, 1, 1, 0]), torch.arange(6), {}, torch.empty(6, 0))
+    return Step(
+        net, anchor, x, torch.tensor([0, 1, 2, 1, 1, 0]), torch.arange(6), {}, torch.empty(6, 0)
+    )
 
 
 def slow_proximal(net: nn.Module, anchor: nn.Module) -> float:
@@ -84,9 +88,13 @@ def trained(engine: EagerEngine, method: FedProx, task: Task) -> list[Reply]:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_the_proximal_term_has_all_digits_of_float32(precision: Precision) -> None:
-    """Steps of 1e-3 are lost in a bfloat16 copy of the weights: measured there, the distance would be far off."""
+    """Steps of 1e-3 are lost in a bfloat16 copy of the weights: measured there,
+    the distance would be far off.
+    """
     data, clients = federation(MIXED, side=8)
-    engine = CudaEngine(three_channels, data, 3, TRAINING, 0, CPU, clients[:1], precision=precision, lanes=1)
+    engine = CudaEngine(
+        three_channels, data, 3, TRAINING, 0, CPU, clients[:1], precision=precision, lanes=1
+    )
     task = Task("train", 0, Packed(three_channels()).weights())
     net, seen = engine.lane.net, list[tuple[float, float]]()
 
@@ -105,18 +113,26 @@ def test_the_proximal_term_has_all_digits_of_float32(precision: Precision) -> No
 
 
 @pytest.mark.parametrize(("precision", "share"), [("fp32", 1e-3), ("tf32", 1e-3), ("bf16", 0.3)])
-def test_a_strong_tie_gives_the_eager_weights_on_the_cuda_engine(precision: Precision, share: float) -> None:
+def test_a_strong_tie_gives_the_eager_weights_on_the_cuda_engine(
+    precision: Precision, share: float
+) -> None:
     """Where the proximal term outweighs the labels, on every kind of client."""
     method, task = FedProx(mu=30.0), Task("train", 0, Packed(three_channels()).weights())
     data, clients = federation(MIXED, side=8)
     reference = EagerEngine(three_channels, data, 3, TRAINING, 0, CPU, clients)
-    engine = CudaEngine(three_channels, data, 3, TRAINING, 0, CPU, clients, precision=precision, lanes=2)
-    for expected, found in zip(trained(reference, method, task), trained(engine, method, task), strict=True):
+    engine = CudaEngine(
+        three_channels, data, 3, TRAINING, 0, CPU, clients, precision=precision, lanes=2
+    )
+    for expected, found in zip(
+        trained(reference, method, task), trained(engine, method, task), strict=True
+    ):
         assert expected.weights is not None and found.weights is not None
         moved = (expected.weights.values - task.weights.values).norm()
         assert moved > 0
         assert (found.weights.values - expected.weights.values).norm() <= share * moved
-    free = trained(EagerEngine(three_channels, data, 3, TRAINING, 0, CPU, clients), FedProx(mu=0), task)[0]
+    free = trained(
+        EagerEngine(three_channels, data, 3, TRAINING, 0, CPU, clients), FedProx(mu=0), task
+    )[0]
     tied = trained(reference, method, task)[0]
     assert free.weights is not None and tied.weights is not None
     assert not torch.equal(free.weights.values, tied.weights.values)

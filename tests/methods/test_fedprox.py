@@ -37,13 +37,17 @@ def test_without_mu_it_is_fedavg_bit_for_bit() -> None:
 
 def test_a_stronger_tie_keeps_clients_nearer() -> None:
     data, clients = federation(MIXED)
-    lab = EagerEngine(network, data, 1, replace(TRAINING, epochs=5), 0, torch.device("cpu"), clients)
+    lab = EagerEngine(
+        network, data, 1, replace(TRAINING, epochs=5), 0, torch.device("cpu"), clients
+    )
     task = Task("train", 0, start().model)
     packed = Packed(network())
 
     def moved(mu: float) -> float:
         weights, _ = lab.site(lab.clients[0]).train(task, FedProx(mu=mu).loss, {})
-        trained, given = (replace(w, values=w.values[: packed.trainable]) for w in (weights, task.weights))
+        trained, given = (
+            replace(w, values=w.values[: packed.trainable]) for w in (weights, task.weights)
+        )
         return distance(trained, given)
 
     far, near, nearest = (moved(mu) for mu in (0, 1, 100))
@@ -61,7 +65,13 @@ def test_presets_have_the_papers_mu(preset: str, mu: float) -> None:
 
 
 def test_it_runs_on_digits(tmp_path: Path) -> None:
-    small: tuple[Any, ...] = ("train.rounds=2", "train.epochs=1", "noise=none", "model.width=4", f"out={tmp_path}")
+    small: tuple[Any, ...] = (
+        "train.rounds=2",
+        "train.epochs=1",
+        "noise=none",
+        "model.width=4",
+        f"out={tmp_path}",
+    )
     run = fednoro.run("digits", "method=fedprox", *small)
     assert len(run.bacc) == 2
     assert np.isfinite(run.bacc).all()

@@ -18,7 +18,8 @@ from fednoro.detection.explained import SCATTER, WATCH, find_cut, judge, left_ov
 from fednoro.engine import EagerEngine
 from fednoro.engine.eager import EagerSite
 from fednoro.methods import FedLA, FedNoRoPlus
-from fednoro.methods.fednoro_plus import SOFT, TEACHER, corrected
+from fednoro.methods.fednoro_plus import SOFT, TEACHER
+from fednoro.methods.relabel import corrected
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def drawn(images: int, seed: int, present: int = CLASSES) -> tuple[Tensor, Tensor]:
     """Random outputs and labels; the last classes may be absent."""
     rng = np.random.default_rng(seed)
-    return torch.from_numpy(3 * rng.normal(size=(images, CLASSES))), torch.from_numpy(rng.integers(0, present, images))
+    return torch.from_numpy(3 * rng.normal(size=(images, CLASSES))), torch.from_numpy(
+        rng.integers(0, present, images)
+    )
 
 
 def frequencies(labels: Tensor) -> list[float]:
@@ -47,7 +50,9 @@ def log_of(pi: list[float]) -> Tensor:
 
 
 @pytest.mark.parametrize(("images", "present"), [(40, 4), (40, 3), (7, 2), (2, 2)])
-def test_b_is_the_adjusted_cross_entropy_over_the_entropy_of_the_labels(images: int, present: int) -> None:
+def test_b_is_the_adjusted_cross_entropy_over_the_entropy_of_the_labels(
+    images: int, present: int
+) -> None:
     logits, labels = drawn(images, images, present)
     labels[:2] = torch.tensor([0, 1])
     pi = frequencies(labels)
@@ -67,7 +72,9 @@ def test_e_is_one_minus_the_mean_of_what_both_models_leave() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
 def test_the_cut_is_the_likeliest_of_all(shares: list[float]) -> None:
-    """Two Gaussians of one variance with their shares of the clients, against one; by hand, over all cuts."""
+    """Two Gaussians of one variance with their shares of the clients, against
+    one; by hand, over all cuts.
+    """
     x = sorted(shares)
     n, mean = len(x), statistics.fmean(x)
     whole = statistics.fmean((v - mean) ** 2 for v in x) + SCATTER
@@ -76,7 +83,9 @@ def test_the_cut_is_the_likeliest_of_all(shares: list[float]) -> None:
         low, high = statistics.fmean(x[:below]), statistics.fmean(x[below:])
         within = sum((v - low) ** 2 for v in x[:below]) + sum((v - high) ** 2 for v in x[below:])
         entropy = sum(m * math.log(m / n) for m in (below, n - below))
-        found.append((n * math.log(whole / (within / n + SCATTER)) + 2 * entropy, -below, low, high))
+        found.append(
+            (n * math.log(whole / (within / n + SCATTER)) + 2 * entropy, -below, low, high)
+        )
     likelier, below, low, high = max(found)
     share = low / high if high else 1.0
     if high < 0.33:
@@ -84,7 +93,9 @@ def test_the_cut_is_the_likeliest_of_all(shares: list[float]) -> None:
     elif n <= 4:
         parted = share <= 0.6 and likelier >= 1
     else:
-        parted = (share <= 0.5 and likelier >= 1) or (share <= 0.72 and low <= 0.42 and likelier >= 3)
+        parted = (share <= 0.5 and likelier >= 1) or (
+            share <= 0.72 and low <= 0.42 and likelier >= 3
+        )
     parted = parted and high - low >= 0.05
     edges = [
         likelier - 1,
@@ -97,7 +108,10 @@ def test_the_cut_is_the_likeliest_of_all(shares: list[float]) -> None:
         low - 0.42,
         high - low - 0.05,
     ]
-    assume(min(map(abs, edges)) > 1e-9 and all(likelier - other[0] > 1e-9 for other in found if other[1] != below))
+    assume(
+        min(map(abs, edges)) > 1e-9
+        and all(likelier - other[0] > 1e-9 for other in found if other[1] != below)
+    )
     cut, _, said = find_cut(np.array(shares))
     assert said == parted
     if parted:
@@ -119,9 +133,14 @@ def test_a_client_measures_the_received_model_and_its_own(labels: list[int]) -> 
     trained = FedLA().work(task, here).weights
     assert trained is not None
     log_pi = log_of(frequencies(torch.tensor(labels))).float()
-    expected = [left_over(here.logits(task, w), torch.tensor(labels), log_pi).item() for w in (task.weights, trained)]
+    expected = [
+        left_over(here.logits(task, w), torch.tensor(labels), log_pi).item()
+        for w in (task.weights, trained)
+    ]
     assert measure(task, here, trained).tolist() == pytest.approx(expected, rel=1e-12)
-    assert measure(task, here).tolist() == measure(task, here, trained).tolist(), "who comes late trains the same"
+    assert measure(task, here).tolist() == measure(task, here, trained).tolist(), (
+        "who comes late trains the same"
+    )
 
 
 # Correction
@@ -133,7 +152,11 @@ def em_by_hand(logits: Tensor, labels: Tensor, steps: int, opinion: float) -> li
     pi = [math.sqrt(given.count(y) + 0.5) for y in range(CLASSES)]
     transition = [[v / sum(row) for v in row] for row in prior]
     alone = [
-        [p[i][y] * pi[y] / sum(a * b for a, b in zip(p[i], pi, strict=True)) for y in range(CLASSES)] for i in range(n)
+        [
+            p[i][y] * pi[y] / sum(a * b for a, b in zip(p[i], pi, strict=True))
+            for y in range(CLASSES)
+        ]
+        for i in range(n)
     ]
     q = list[list[float]]()
     for _ in range(steps):
@@ -142,9 +165,14 @@ def em_by_hand(logits: Tensor, labels: Tensor, steps: int, opinion: float) -> li
             raw = [p[i][y] * pi[y] * transition[y][given[i]] for y in range(CLASSES)]
             q.append([v / sum(raw) for v in raw])
         for y in range(CLASSES):
-            row = [sum(q[i][y] for i in range(n) if given[i] == z) + prior[y][z] for z in range(CLASSES)]
+            row = [
+                sum(q[i][y] for i in range(n) if given[i] == z) + prior[y][z]
+                for z in range(CLASSES)
+            ]
             transition[y] = [v / sum(row) for v in row]
-    return [[opinion * alone[i][y] + (1 - opinion) * q[i][y] for y in range(CLASSES)] for i in range(n)]
+    return [
+        [opinion * alone[i][y] + (1 - opinion) * q[i][y] for y in range(CLASSES)] for i in range(n)
+    ]
 
 
 @pytest.mark.parametrize(("steps", "opinion"), [(1, 0.0), (2, 0.3), (15, 0.5), (15, 1.0)])
@@ -155,11 +183,15 @@ def test_labels_are_corrected_by_the_teacher_and_em_over_transitions(
     logits, labels = drawn(images, 7 * images + present, present)
     q = corrected(torch.softmax(logits, dim=1), labels, CLASSES, steps, opinion)
     assert q.dtype == torch.float64
-    np.testing.assert_allclose(q.numpy(), em_by_hand(logits, labels, steps, opinion), rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(
+        q.numpy(), em_by_hand(logits, labels, steps, opinion), rtol=1e-9, atol=1e-14
+    )
 
 
 def test_correction_finds_a_systematic_swap() -> None:
-    """Two classes are mistaken for each other at this client: transitions are learnt, and most labels come back."""
+    """Two classes are mistaken for each other at this client: transitions are
+    learnt, and most labels come back.
+    """
     rng = np.random.default_rng(0)
     truth = rng.integers(0, CLASSES, 300)
     given = np.where(rng.random(300) < 0.7, np.array([1, 0, 2, 3])[truth], truth)
@@ -203,7 +235,9 @@ def test_soft_labels_are_learnt_with_their_own_mean_as_prior() -> None:
 
 def test_a_class_that_no_image_may_be_is_no_infinite_loss() -> None:
     here = site()
-    here.memory[SOFT] = torch.nn.functional.one_hot(torch.zeros(here.size, dtype=torch.int64), CLASSES).float()
+    here.memory[SOFT] = torch.nn.functional.one_hot(
+        torch.zeros(here.size, dtype=torch.int64), CLASSES
+    ).float()
     reply = FedNoRoPlus().work(Task("train", 9, start().model, {SOFT: True}), here)
     assert reply.weights is not None and reply.weights.values.isfinite().all()
     assert math.isfinite(float(reply.metrics["loss"]))
@@ -215,8 +249,18 @@ def test_a_class_that_no_image_may_be_is_no_infinite_loss() -> None:
 def test_the_teacher_is_the_mean_of_the_purge_and_later_its_moving_average() -> None:
     method = FedNoRoPlus(warmup=2, purge=30, ema=0.75)
     rows = {"0": {"noisy": False, "explained": 0.9}, "1": {"noisy": True, "explained": 0.0}}
-    memo = {"detector": {"trust": 0.4}, "detection": {"reason": "told", "cut": 0.4, "clients": rows}}
-    state = State(Weights(torch.full((3,), 99.0), torch.zeros(1, dtype=torch.int64)), 2, 40, CLASSES, 0, memo=memo)
+    memo = {
+        "detector": {"trust": 0.4},
+        "detection": {"reason": "told", "cut": 0.4, "clients": rows},
+    }
+    state = State(
+        Weights(torch.full((3,), 99.0), torch.zeros(1, dtype=torch.int64)),
+        2,
+        40,
+        CLASSES,
+        0,
+        memo=memo,
+    )
     sent = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     expected: list[float] = []
     for t, values in enumerate(sent):
@@ -225,6 +269,8 @@ def test_the_teacher_is_the_mean_of_the_purge_and_later_its_moving_average() -> 
         if t < 4:  # 3/4 is reached at the fourth
             expected = [sum(float(v) for v in sent[: t + 1, i]) / (t + 1) for i in range(3)]
         else:
-            expected = [0.75 * old + 0.25 * float(v) for old, v in zip(expected, values, strict=True)]
+            expected = [
+                0.75 * old + 0.25 * float(v) for old, v in zip(expected, values, strict=True)
+            ]
         assert state.kept[TEACHER].values.tolist() == pytest.approx(expected, rel=1e-5)
         assert state.stage == "purge"

@@ -54,7 +54,9 @@ def test_three_channels_are_taken_for_colour_and_others_are_rotated() -> None:
 
 @pytest.mark.parametrize("view", ["colour", "rotation"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_second_view_is_another_view_of_the_same_shape_and_layout(channels: int, view: Any) -> None:
+def test_the_second_view_is_another_view_of_the_same_shape_and_layout(
+    channels: int, view: Any
+) -> None:
     x, u = images(channels).contiguous(memory_format=torch.channels_last), uniforms()
     kept = x.clone()
     second = FedLSR(view=view).second_view(x, u)
@@ -106,20 +108,25 @@ def test_agreement_counts_only_as_gamma_says() -> None:
 
     assert value(1.0) > value(0.0)
     paper, reference = (
-        value(1.0, lam_e=0, behaviour=b) - value(0.0, lam_e=0, behaviour=b) for b in ("paper", "reference")
+        value(1.0, lam_e=0, behaviour=b) - value(0.0, lam_e=0, behaviour=b)
+        for b in ("paper", "reference")
     )
     assert paper == pytest.approx(4 * reference, rel=1e-2)  # averaged over four classes as well
 
 
 def test_the_published_code_hardly_tells_right_from_wrong() -> None:
-    """A softmax of probabilities is nearly uniform: the published loss is bounded where the paper's is not."""
+    """A softmax of probabilities is nearly uniform: the published loss is
+    bounded where the paper's is not.
+    """
     net = three_channels().eval()
     for p in net.parameters():
         p.data.mul_(3)
     u = torch.cat([torch.full((6, 1), 0.5), uniforms()], dim=1)
     worst = net(images(3)).argmin(dim=1)
     step = Step(net, net, images(3), worst, torch.arange(6), {"gamma": torch.tensor(0.0)}, u)
-    paper, reference = (FedLSR(lam_e=0, behaviour=b).loss(step).item() for b in ("paper", "reference"))  # type: ignore[arg-type]
+    paper, reference = (
+        FedLSR(lam_e=0, behaviour=b).loss(step).item() for b in ("paper", "reference")
+    )  # type: ignore[arg-type]
     assert reference < np.log(3 + np.e) < paper
 
 
@@ -128,9 +135,13 @@ def test_options_out_of_range_are_named() -> None:
         FedLSR(gamma=-1)
 
 
-@pytest.mark.parametrize(("preset", "warmup", "view"), [("ich", 20, "rotation"), ("isic2019", 60, "auto")])
+@pytest.mark.parametrize(
+    ("preset", "warmup", "view"), [("ich", 20, "rotation"), ("isic2019", 60, "auto")]
+)
 def test_presets_have_the_papers_warm_up(preset: str, warmup: int, view: Any) -> None:
-    assert resolve(preset, ["method=fedlsr", "data.path=anywhere"]).method == FedLSR(warmup=warmup, view=view)
+    assert resolve(preset, ["method=fedlsr", "data.path=anywhere"]).method == FedLSR(
+        warmup=warmup, view=view
+    )
 
 
 @pytest.mark.parametrize("behaviour", ["paper", "reference"])

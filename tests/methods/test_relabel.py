@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from fednoro.relabel import believed, upper_component, worst
+from fednoro.methods.relabel import believed, upper_component, worst
 
 
 def test_upper_component_finds_two_groups_and_nothing_where_there_are_none() -> None:
@@ -16,7 +16,12 @@ def test_upper_component_finds_two_groups_and_nothing_where_there_are_none() -> 
     assert ((upper_component(values) > 0.5) == (np.arange(100) >= 70)).all()
     for nothing in ([], [1.0], [2.0] * 9, [1.0, math.nan, 3.0], [1.0, math.inf]):
         assert not upper_component(np.array(nothing, dtype=np.float64)).any()
-    assert (upper_component(np.array([1.0, 1.0, 1.0, 1e6])) > 0.5).tolist() == [False, False, False, True]
+    assert (upper_component(np.array([1.0, 1.0, 1.0, 1e6])) > 0.5).tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert (upper_component(np.array([5.0, 5.0, 1.0])) > 0.5).tolist() == [True, True, False]
 
 
@@ -25,6 +30,14 @@ def test_only_the_allowed_and_sure_samples_take_the_model_s_label() -> None:
     given = torch.tensor([2, 2, 2, 2])
     assert believed(given, p, 0.5).tolist() == [0, 2, 2, 1]  # ½ is not above ½
     assert believed(given, p, 0.5, among=torch.tensor([3, 1])).tolist() == [2, 2, 2, 1]
-    assert believed(given, p, 0.5, among=torch.tensor([], dtype=torch.int64)).tolist() == [2, 2, 2, 2]
+    assert believed(given, p, 0.5, among=torch.tensor([], dtype=torch.int64)).tolist() == [
+        2,
+        2,
+        2,
+        2,
+    ]
     assert given.tolist() == [2, 2, 2, 2]
-    assert worst(np.array([1.0, 3.0, 3.0, 2.0]), 2).tolist() == [1, 2] and len(worst(np.ones(3), 0)) == 0
+    assert (
+        worst(np.array([1.0, 3.0, 3.0, 2.0]), 2).tolist() == [1, 2]
+        and len(worst(np.ones(3), 0)) == 0
+    )

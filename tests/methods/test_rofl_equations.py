@@ -1,4 +1,6 @@
-"""RoFL's loss, centroids and aggregation against slow, obvious loops in float64; its features on every engine."""
+"""RoFL's loss, centroids and aggregation against slow, obvious loops in float64;
+its features on every engine.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def random_step(seed: int, size: int, keep: float, lam_cen: float) -> Step:
 
 def cosine(a: Any, b: Any) -> float:
     a, b = (np.asarray(v.detach() if isinstance(v, Tensor) else v) for v in (a, b))
-    dot, aa, bb = (sum(float(u) * float(v) for u, v in zip(p, q, strict=True)) for p, q in ((a, b), (a, a), (b, b)))
+    dot, aa, bb = (
+        sum(float(u) * float(v) for u, v in zip(p, q, strict=True))
+        for p, q in ((a, b), (a, a), (b, b))
+    )
     return dot / math.sqrt(aa * bb) if aa * bb > 0 else 0.0
 
 
@@ -105,7 +110,9 @@ def test_loss_gradient_and_centroids_are_those_of_the_equations(
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
     for found, gradient in zip(torch.autograd.grad(value, parameters), gradients, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(step.aux["f_k"], torch.tensor(centroids, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        step.aux["f_k"], torch.tensor(centroids, dtype=torch.float64), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_the_random_steps_have_labels_that_agree_and_labels_that_do_not() -> None:
@@ -128,7 +135,9 @@ def test_first_centroids_are_the_means_of_each_label(seed: int) -> None:
     found = class_means(torch.from_numpy(z), held(torch.from_numpy(labels), CLASSES)).numpy()
     for c in range(CLASSES):
         mine = [z[i] for i in range(9) if labels[i] == c]
-        np.testing.assert_allclose(found[c], sum(mine) / len(mine) if mine else np.zeros(WIDTH), rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(
+            found[c], sum(mine) / len(mine) if mine else np.zeros(WIDTH), rtol=1e-12, atol=1e-14
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -149,13 +158,22 @@ def test_the_server_weighs_centroids_by_similarity_and_models_alike(seed: int) -
     state = type(state)(state.model, 1, 5, CLASSES, 0, memo={"centroids": f_g.tolist()})
     counters = torch.zeros(0, dtype=torch.int64)
     replies = [
-        Reply(k, 1 + 10 * k, Weights(torch.from_numpy(models[k]), counters), arrays={"centroids": f_k[k]})
+        Reply(
+            k,
+            1 + 10 * k,
+            Weights(torch.from_numpy(models[k]), counters),
+            arrays={"centroids": f_k[k]},
+        )
         for k in range(3)
     ]
     after = RoFL().fold(state, Replies("train", (0, 1, 2), iter(replies)))
-    np.testing.assert_allclose(after.model.values, models.astype(np.float64).mean(0), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        after.model.values, models.astype(np.float64).mean(0), rtol=1e-6, atol=1e-7
+    )
     np.testing.assert_allclose(after.memo["centroids"], expected, rtol=1e-10, atol=1e-12)
-    assert {k: note["weight"] for k, note in after.notes.items()} == pytest.approx(dict.fromkeys(range(3), 1 / 3))
+    assert {k: note["weight"] for k, note in after.notes.items()} == pytest.approx(
+        dict.fromkeys(range(3), 1 / 3)
+    )
 
 
 def engines() -> list[Any]:
@@ -165,7 +183,10 @@ def engines() -> list[Any]:
     return [
         pytest.param(EagerEngine, 1e-6, id="eager"),
         pytest.param(CpuEngine, 1e-6, id="cpu"),
-        *(pytest.param(cuda(p), 2e-2 if p == "bf16" else 1e-5, id=p) for p in ("fp32", "tf32", "bf16")),  # type: ignore[arg-type]
+        *(
+            pytest.param(cuda(p), 2e-2 if p == "bf16" else 1e-5, id=p)
+            for p in ("fp32", "tf32", "bf16")
+        ),  # type: ignore[arg-type]
     ]
 
 

@@ -56,7 +56,9 @@ def slow_loss(
 
 
 class Said(torch.nn.Module):
-    """A network that says what it was told to, whatever it sees: first one thing, then the other."""
+    """A network that says what it was told to, whatever it sees:
+    first one thing, then the other.
+    """
 
     def __init__(self, *logits: Tensor) -> None:
         super().__init__()
@@ -76,16 +78,24 @@ def step_that_says(f_1: Tensor, f_2: Tensor, y: Tensor, lam: float, gamma: float
     u = torch.full((len(y), 8), 0.9, dtype=torch.float64)  # the λ of the others must not count
     u[0, 0] = lam
     aux = {"gamma": torch.tensor(gamma, dtype=torch.float64)}
-    return Step(Said(f_1, f_2), Said(), torch.zeros(len(y), 1, 4, 4), y, torch.arange(len(y)), aux, u)
+    return Step(
+        Said(f_1, f_2), Said(), torch.zeros(len(y), 1, 4, 4), y, torch.arange(len(y)), aux, u
+    )
 
 
 @both_behaviours
 @pytest.mark.parametrize("scale", [1.5, 8.0])  # with 8 many q are at their floor
-@pytest.mark.parametrize(("lam", "gamma", "lam_e"), [(0.3, 0.4, 0.6), (0.0, 0.2, 0.0), (0.95, 0.0, 1.3)])
-def test_the_objective_matches_the_loops(behaviour: Any, scale: float, lam: float, gamma: float, lam_e: float) -> None:
+@pytest.mark.parametrize(
+    ("lam", "gamma", "lam_e"), [(0.3, 0.4, 0.6), (0.0, 0.2, 0.0), (0.95, 0.0, 1.3)]
+)
+def test_the_objective_matches_the_loops(
+    behaviour: Any, scale: float, lam: float, gamma: float, lam_e: float
+) -> None:
     f_1, f_2, y = logits(scale)
     value = FedLSR(lam_e=lam_e, behaviour=behaviour).loss(step_that_says(f_1, f_2, y, lam, gamma))
-    assert value.item() == pytest.approx(slow_loss(f_1, f_2, y, lam, gamma, lam_e, behaviour), rel=1e-10)
+    assert value.item() == pytest.approx(
+        slow_loss(f_1, f_2, y, lam, gamma, lam_e, behaviour), rel=1e-10
+    )
 
 
 @both_behaviours
@@ -158,7 +168,10 @@ def slow_view(image: Tensor, u: list[float]) -> Tensor:
         bright, contrast, saturation = (0.2 + 1.6 * v for v in u[2:5])
         rows = [[[clipped(v * bright) for v in pixel] for pixel in row] for row in rows]
         mean = sum(grey(pixel) for row in rows for pixel in row) / (height * width)
-        rows = [[[clipped(contrast * v + (1 - contrast) * mean) for v in pixel] for pixel in row] for row in rows]
+        rows = [
+            [[clipped(contrast * v + (1 - contrast) * mean) for v in pixel] for pixel in row]
+            for row in rows
+        ]
         for row in rows:
             for j, pixel in enumerate(row):
                 level = grey(pixel)
@@ -219,7 +232,9 @@ def test_the_view_of_normalised_images_is_the_normalised_view(view: Any, channel
     means, deviations = {3: ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])}.get(
         channels, ([0.449] * channels, [0.226] * channels)
     )
-    mean, deviation = (torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1) for v in (means, deviations))
+    mean, deviation = (
+        torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1) for v in (means, deviations)
+    )
     expected = recoloured(x, u) if view == "colour" else rotated(x, u[:, 0])
     found = FedLSR(view=view).second_view((x - mean) / deviation, u)
     torch.testing.assert_close(found * deviation + mean, expected, rtol=1e-9, atol=1e-9)
@@ -235,4 +250,6 @@ def test_the_loss_of_a_network_is_that_of_its_two_outputs(behaviour: Any) -> Non
     value = method.loss(Step(net, net, x, y, torch.arange(6), aux, u)).item()
     with torch.no_grad():
         f_1, f_2 = net(x), net(method.second_view(x, u[:, 1:]))
-    assert value == pytest.approx(slow_loss(f_1, f_2, y, u[0, 0].item(), 0.25, 0.6, behaviour), rel=1e-9)
+    assert value == pytest.approx(
+        slow_loss(f_1, f_2, y, u[0, 0].item(), 0.25, 0.6, behaviour), rel=1e-9
+    )

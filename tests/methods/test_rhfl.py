@@ -32,12 +32,18 @@ def model(*values: float) -> Weights:
 
 
 def folded(
-    method: RHFL, losses: Mapping[int, float], before: Mapping[int, float] | None = None, round: int = 3
+    method: RHFL,
+    losses: Mapping[int, float],
+    before: Mapping[int, float] | None = None,
+    round: int = 3,
 ) -> State:
     """One round in which each client ended with this loss, and sent its own number as its model."""
     memo = {} if before is None else {"sce": {str(k): loss for k, loss in before.items()}}
     state = State(model(0.0), round, 9, CLASSES, 0, memo=memo)
-    replies = [Reply(k, SIZES[k], model(float(k)), {"sce": torch.tensor(loss)}) for k, loss in losses.items()]
+    replies = [
+        Reply(k, SIZES[k], model(float(k)), {"sce": torch.tensor(loss)})
+        for k, loss in losses.items()
+    ]
     return method.fold(state, Replies("train", tuple(losses), iter(replies)))
 
 
@@ -76,9 +82,18 @@ def test_losses_are_remembered_for_the_next_round() -> None:
 def test_a_client_back_from_absence_is_compared_with_its_own_last_loss() -> None:
     method = RHFL(weighting="confidence")
     first = folded(method, {0: 4.0, 1: 4.0, 2: 4.0}, round=0)
-    second = folded(method, {0: 3.0, 1: 3.0}, {int(k): v for k, v in first.memo["sce"].items()}, round=1)
-    third = folded(method, {0: 3.0, 1: 3.0, 2: 2.0}, {int(k): v for k, v in second.memo["sce"].items()}, round=2)
-    assert third.notes[0]["confidence"] == third.notes[1]["confidence"] < third.notes[2]["confidence"]
+    second = folded(
+        method, {0: 3.0, 1: 3.0}, {int(k): v for k, v in first.memo["sce"].items()}, round=1
+    )
+    third = folded(
+        method,
+        {0: 3.0, 1: 3.0, 2: 2.0},
+        {int(k): v for k, v in second.memo["sce"].items()},
+        round=2,
+    )
+    assert (
+        third.notes[0]["confidence"] == third.notes[1]["confidence"] < third.notes[2]["confidence"]
+    )
     assert third.notes[2]["confidence"] == pytest.approx(confidences([0.0, 0.0, 1.0])[2])
 
 
@@ -95,21 +110,32 @@ def test_one_client_has_all_the_weight(behaviour: Any) -> None:
 
 
 def test_a_loss_that_is_not_finite_makes_no_confidence_and_no_memory() -> None:
-    state = folded(RHFL(weighting="confidence"), {0: math.nan, 1: math.inf, 2: 1.0}, {0: 2.0, 1: 2.0, 2: 1.0})
+    state = folded(
+        RHFL(weighting="confidence"), {0: math.nan, 1: math.inf, 2: 1.0}, {0: 2.0, 1: 2.0, 2: 1.0}
+    )
     assert shares(state) == pytest.approx([1 / 3] * 3)
     assert state.memo["sce"] == {"0": 2.0, "1": 2.0, "2": 1.0}
 
 
 def test_a_round_without_answers_changes_nothing() -> None:
     with pytest.warns(FedNoRoWarning, match="no client answered"):
-        state = RHFL().fold(State(model(1.0), 3, 9, 4, 0, memo={"sce": {"0": 2.0}}), Replies("train", (0,), iter([])))
+        state = RHFL().fold(
+            State(model(1.0), 3, 9, 4, 0, memo={"sce": {"0": 2.0}}),
+            Replies("train", (0,), iter([])),
+        )
     assert state.round == 4 and state.model.values.item() == 1.0 and state.memo["sce"] == {"0": 2.0}
 
 
 def test_progress_is_relative_to_what_is_left() -> None:
     assert progress(3.0, 2.0) == 0.5
     assert progress(2.0, 4.0) == -0.5
-    assert progress(None, 2.0) == progress(1.0, 0.0) == progress(math.inf, 1.0) == progress(1.0, math.nan) == 0.0
+    assert (
+        progress(None, 2.0)
+        == progress(1.0, 0.0)
+        == progress(math.inf, 1.0)
+        == progress(1.0, math.nan)
+        == 0.0
+    )
 
 
 # The plateau, where ΣF crosses 0
@@ -141,7 +167,10 @@ def test_a_sum_of_nothing_is_uniform_with_a_warning(falls: list[float]) -> None:
         assert confidences(falls).argmax() in (0, 2)
 
 
-@given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=8), st.sampled_from(["guarded", "paper"]))
+@given(
+    st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=8),
+    st.sampled_from(["guarded", "paper"]),
+)
 @settings(deadline=None, max_examples=200)
 def test_confidence_is_a_distribution_and_the_guard_bounds_it(
     falls: list[float], behaviour: Literal["guarded", "paper"]
@@ -167,7 +196,9 @@ def played(**options: Any) -> list[Turn]:
     data, clients = federation(MIXED)
     lab = EagerEngine(network, data, 1, TRAINING, 0, torch.device("cpu"), clients)
     nothing = Evaluation(np.eye(CLASSES, dtype=np.int64), 0.0)
-    return list(play(RHFL(), start(), lab.exchange, sorted(lab.clients), lambda _: nothing, **options))
+    return list(
+        play(RHFL(), start(), lab.exchange, sorted(lab.clients), lambda _: nothing, **options)
+    )
 
 
 def test_confidence_follows_what_the_clients_report_under_partial_participation() -> None:
@@ -195,7 +226,9 @@ def test_the_reported_loss_is_that_of_the_trained_model_on_plain_images() -> Non
         p = torch.softmax(lab.logits(reply.weights, client.index).double(), 1)
         total = 0.0
         for row, y in zip(p.tolist(), client.labels.tolist(), strict=True):
-            total += -0.3 * math.log(row[y]) - 0.7 * math.log(1e-4) * sum(v for c, v in enumerate(row) if c != y)
+            total += -0.3 * math.log(row[y]) - 0.7 * math.log(1e-4) * sum(
+                v for c, v in enumerate(row) if c != y
+            )
         assert float(reply.metrics["sce"]) == pytest.approx(total / len(p), rel=1e-6)
 
 

@@ -1,4 +1,6 @@
-"""FedNoRo's two stages: who is asked what, what noisy clients learn from, how models are weighed, what goes wrong."""
+"""FedNoRo's two stages: who is asked what, what noisy clients learn from, how models
+are weighed, what goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -63,14 +65,22 @@ def model(*values: float) -> Weights:
     return Weights(torch.tensor(padded), torch.tensor([len(values)]), SEGMENTS)
 
 
-def state(round: int = 2, rounds: int = 6, memo: Mapping[str, Any] | None = None, seed: int = 0) -> State:
+def state(
+    round: int = 2, rounds: int = 6, memo: Mapping[str, Any] | None = None, seed: int = 0
+) -> State:
     return State(model(), round, rounds, 3, seed, memo=memo or {})
 
 
 def told(noisy: Mapping[int, bool]) -> dict[str, Any]:
     """A memo that says who is noisy, as detection writes it."""
-    rows = {str(k): {"noisy": flag, "posterior": float(flag), "round": 2} for k, flag in noisy.items()}
-    return {"asked_in": 2, "detector": {"mixture": None}, "detection": {"reason": "told", "clients": rows}}
+    rows = {
+        str(k): {"noisy": flag, "posterior": float(flag), "round": 2} for k, flag in noisy.items()
+    }
+    return {
+        "asked_in": 2,
+        "detector": {"mixture": None},
+        "detection": {"reason": "told", "clients": rows},
+    }
 
 
 def scores(k: int, losses: Sequence[float], counts: Sequence[float] | None = None) -> Reply:
@@ -88,20 +98,31 @@ Send = Callable[[int, Task], Reply | Failure]
 
 def ordinary(k: int, task: Task) -> Reply:
     return (
-        scores(k, losses_of(k)) if task.name == "score" else Reply(k, k + 1, model(1.0 * k, task.round), {"loss": 1.0})
+        scores(k, losses_of(k))
+        if task.name == "score"
+        else Reply(k, k + 1, model(1.0 * k, task.round), {"loss": 1.0})
     )
 
 
 def turns(
-    method: Method, begin: State, send: Send = ordinary, clients: Sequence[int] = range(5), **options: Any
+    method: Method,
+    begin: State,
+    send: Send = ordinary,
+    clients: Sequence[int] = range(5),
+    **options: Any,
 ) -> tuple[list[Turn], list[tuple[str, int, dict[int, float | None]]]]:
-    """All turns, and for each exchange the task, the round and the λ of each client that was asked."""
+    """All turns, and for each exchange the task, the round and the λ
+    of each client that was asked.
+    """
     asked: list[tuple[str, int, dict[int, float | None]]] = []
 
     def exchange(_: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
         if tasks:
             first = next(iter(tasks.values()))
-            lams = {k: float(t.settings["lam"]) if "lam" in t.settings else None for k, t in tasks.items()}
+            lams = {
+                k: float(t.settings["lam"]) if "lam" in t.settings else None
+                for k, t in tasks.items()
+            }
             asked.append((first.name, first.round, lams))
         for k in sorted(tasks):
             yield send(k, tasks[k])
@@ -114,7 +135,9 @@ def fold(method: Method, begin: State, replies: Sequence[Reply]) -> State:
 
 
 def judge(replies: Sequence[Reply], begin: State | None = None, method: Method = SMALL) -> State:
-    return method.fold(begin or state(), Replies("score", tuple(r.client for r in replies), iter(replies)))
+    return method.fold(
+        begin or state(), Replies("score", tuple(r.client for r in replies), iter(replies))
+    )
 
 
 # The state machine
@@ -123,8 +146,14 @@ def judge(replies: Sequence[Reply], begin: State | None = None, method: Method =
 def test_warm_up_then_one_scoring_then_stage_two() -> None:
     played, asked = turns(SMALL, state(0))
     assert [(name, t) for name, t, _ in asked] == [
-        ("train", 0), ("train", 1), ("score", 2), ("train", 2), ("train", 3), ("train", 4), ("train", 5)
-    ]  # fmt: skip
+        ("train", 0),
+        ("train", 1),
+        ("score", 2),
+        ("train", 2),
+        ("train", 3),
+        ("train", 4),
+        ("train", 5),
+    ]
     stages = [turn.state.stage for turn in played]
     assert stages == ["warm-up", "warm-up", "detection", *["noise-robust training"] * 4]
     assert all(set(lams) == {0, 1, 2, 3, 4} for _, _, lams in asked)
@@ -149,13 +178,21 @@ def test_scoring_leaves_model_and_round_alone() -> None:
     after = judge([ordinary(k, Task("score", 2, model())) for k in range(5)], begin)  # type: ignore[misc]
     assert after.model is begin.model and after.round == begin.round and after.stage == "detection"
     rows = after.memo["detection"]["clients"]
-    assert rows["4"]["losses"] == losses_of(4) and rows["4"]["counts"] == [5, 5, 5] and rows["4"]["round"] == 2
+    assert (
+        rows["4"]["losses"] == losses_of(4)
+        and rows["4"]["counts"] == [5, 5, 5]
+        and rows["4"]["round"] == 2
+    )
     assert rows["4"]["posterior"] > 0.5 > rows["0"]["posterior"]
 
 
-@pytest.mark.parametrize(("rounds", "warmup", "begin", "end"), [(100, 10, 10, 49), (300, 20, 20, 141), (30, 4, 4, 15)])
+@pytest.mark.parametrize(
+    ("rounds", "warmup", "begin", "end"), [(100, 10, 10, 49), (300, 20, 20, 141), (30, 4, 4, 15)]
+)
 @both_behaviours
-def test_lam_of_each_round_follows_the_ramp(behaviour: Any, rounds: int, warmup: int, begin: int, end: int) -> None:
+def test_lam_of_each_round_follows_the_ramp(
+    behaviour: Any, rounds: int, warmup: int, begin: int, end: int
+) -> None:
     method = FedNoRo(warmup=warmup, behaviour=behaviour)
     memo = told({0: False, 1: True})
     for t in range(warmup, rounds):
@@ -186,13 +223,17 @@ def test_ramp_of_a_run_too_short_for_one_is_at_its_peak() -> None:
 
 @pytest.mark.parametrize(("warmup", "rounds"), [(5, 5), (6, 5), (10, 1)])
 def test_warm_up_that_leaves_no_stage_two_is_refused(warmup: int, rounds: int) -> None:
-    with pytest.raises(UserError, match=rf"method\.warmup must be below train\.rounds \({rounds}\), got {warmup}"):
+    with pytest.raises(
+        UserError, match=rf"method\.warmup must be below train\.rounds \({rounds}\), got {warmup}"
+    ):
         FedNoRo(warmup=warmup).check(rounds)
     FedNoRo(warmup=warmup).check(warmup + 1)
 
 
 def test_ramp_that_ends_before_it_begins_is_refused() -> None:
-    with pytest.raises(UserError, match=r"method\.ramp_end must be at least method\.warmup \(4\), got 3"):
+    with pytest.raises(
+        UserError, match=r"method\.ramp_end must be at least method\.warmup \(4\), got 3"
+    ):
         FedNoRo(warmup=4, ramp_end=3).check(10)
     FedNoRo(warmup=4, ramp_end=4).check(10)
 
@@ -228,7 +269,10 @@ def test_class_that_nobody_holds_is_told_and_the_others_decide() -> None:
 
 def test_missing_classes_do_not_decide() -> None:
     missing = {1: {1, 2}, 4: {0}}
-    losses = [[NAN if c in missing.get(k, ()) else v for c, v in enumerate(losses_of(k))] for k in range(5)]
+    losses = [
+        [NAN if c in missing.get(k, ()) else v for c, v in enumerate(losses_of(k))]
+        for k in range(5)
+    ]
     replies = [scores(k, row) for k, row in enumerate(losses)]
     assert [k for k, noisy in verdicts(judge(replies)).items() if noisy] == [3, 4]
 
@@ -240,10 +284,17 @@ def test_client_with_broken_losses_is_not_trusted_and_asked_again_when_drawn(bad
     assert verdicts(after) == {0: False, 1: True, 2: False, 3: True, 4: True}
     assert any("without usable scores" in m for m in messages)
     now = SMALL.plan(after, Clients(tuple(range(5)), (0, 1)))
-    assert {k: (t.name, "lam" in t.settings) for k, t in now.items()} == {0: ("train", False), 1: ("train", True)}
+    assert {k: (t.name, "lam" in t.settings) for k, t in now.items()} == {
+        0: ("train", False),
+        1: ("train", True),
+    }
     later = replace(after, round=3)
-    assert {k: t.name for k, t in SMALL.plan(later, Clients(tuple(range(5)), (0, 1))).items()} == {1: "score"}
-    assert {t.name for t in SMALL.plan(later, Clients(tuple(range(5)), (0, 2))).values()} == {"train"}
+    assert {k: t.name for k, t in SMALL.plan(later, Clients(tuple(range(5)), (0, 1))).items()} == {
+        1: "score"
+    }
+    assert {t.name for t in SMALL.plan(later, Clients(tuple(range(5)), (0, 2))).values()} == {
+        "train"
+    }
 
 
 def test_one_client_is_not_flagged() -> None:
@@ -270,11 +321,17 @@ def test_federation_in_which_nobody_ever_answers_the_scoring_still_trains() -> N
     assert [name for name, _, _ in asked] == ["train", "train", *["score", "train"] * 4]
     trained = [turn for turn in played if turn.task == "train"][2:]
     assert all(any("no clean client" in m for m in turn.warnings) for turn in trained)
-    assert all(any("no client could be scored" in m for m in turn.warnings) for turn in played if turn.task == "score")
+    assert all(
+        any("no client could be scored" in m for m in turn.warnings)
+        for turn in played
+        if turn.task == "score"
+    )
 
 
 def test_clients_absent_from_the_scoring_are_noisy_until_they_are_drawn_and_judged() -> None:
-    """Clients 2 (clean) and 5 (noisy) miss the scoring; later they are scored by the mixture of the others."""
+    """Clients 2 (clean) and 5 (noisy) miss the scoring; later they are scored
+    by the mixture of the others.
+    """
     late = {2, 5}
 
     def send(k: int, task: Task) -> Reply | Failure:
@@ -302,8 +359,12 @@ def test_clients_absent_from_the_scoring_are_noisy_until_they_are_drawn_and_judg
 def test_late_clients_are_scored_only_when_they_are_drawn() -> None:
     first = judge([scores(k, losses_of(k)) for k in (0, 1, 3, 4)])
     later = replace(first, round=3)
-    assert {k: t.name for k, t in SMALL.plan(later, Clients(tuple(range(6)), (0, 5))).items()} == {5: "score"}
-    assert {t.name for t in SMALL.plan(later, Clients(tuple(range(6)), (0, 1))).values()} == {"train"}
+    assert {k: t.name for k, t in SMALL.plan(later, Clients(tuple(range(6)), (0, 5))).items()} == {
+        5: "score"
+    }
+    assert {t.name for t in SMALL.plan(later, Clients(tuple(range(6)), (0, 1))).values()} == {
+        "train"
+    }
 
 
 def test_late_clients_complete_a_detection_that_had_too_few_for_a_mixture() -> None:
@@ -318,7 +379,9 @@ def test_late_clients_complete_a_detection_that_had_too_few_for_a_mixture() -> N
 # Aggregation
 
 
-def daagg_by_hand(models: FloatArray, sizes: Sequence[int], noisy: Sequence[bool], behaviour: str) -> FloatArray:
+def daagg_by_hand(
+    models: FloatArray, sizes: Sequence[int], noisy: Sequence[bool], behaviour: str
+) -> FloatArray:
     """The paper's DaAgg, and the authors' sum of one norm per tensor, in float64 and in loops."""
     count = len(sizes)
     d = []
@@ -342,7 +405,10 @@ def test_daagg_weighs_models_as_re_derived(behaviour: Any) -> None:
     rng = np.random.default_rng(1)
     values = rng.normal(size=(5, 6)).astype(np.float32)
     sizes, noisy = [3, 8, 5, 9, 2], [False, True, False, True, True]
-    replies = [Reply(k, sizes[k], Weights(torch.from_numpy(values[k]), torch.tensor([k]), SEGMENTS)) for k in range(5)]
+    replies = [
+        Reply(k, sizes[k], Weights(torch.from_numpy(values[k]), torch.tensor([k]), SEGMENTS))
+        for k in range(5)
+    ]
     method = FedNoRo(warmup=2, behaviour=behaviour)
     begin = state(3, memo=told(dict(enumerate(noisy))))
     after = fold(method, begin, replies)
@@ -350,7 +416,9 @@ def test_daagg_weighs_models_as_re_derived(behaviour: Any) -> None:
     other = daagg_by_hand(values.astype(np.float64), sizes, noisy, BEHAVIOURS[behaviour == "paper"])
     assert np.abs(shares - other).max() > 1e-3, "the two behaviours must differ here"
     np.testing.assert_allclose([after.notes[k]["weight"] for k in range(5)], shares, rtol=1e-9)
-    np.testing.assert_allclose(after.model.values.numpy(), shares @ values.astype(np.float64), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        after.model.values.numpy(), shares @ values.astype(np.float64), rtol=1e-6, atol=1e-7
+    )
     assert after.model.counters.tolist() == [int(np.argmax(shares))]
     assert {k for k in range(5) if "lam" in after.notes[k]} == {1, 3, 4}
     assert [after.notes[k]["distance"] == 0 for k in range(5)] == [not flag for flag in noisy]
@@ -362,14 +430,20 @@ def test_only_the_replies_that_came_count_in_daagg() -> None:
     begin = state(3, memo=told({0: False, 1: False, 2: True, 3: True}))
     notes = fold(SMALL, begin, replies).notes
     raw = [1.0, math.exp(-0.5), math.exp(-1)]
-    assert [notes[k]["weight"] for k in (0, 2, 3)] == pytest.approx([w / sum(raw) for w in raw], rel=1e-12)
+    assert [notes[k]["weight"] for k in (0, 2, 3)] == pytest.approx(
+        [w / sum(raw) for w in raw], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("noisy", [{0: True, 1: True}, {0: True, 1: True, 2: False}, {}])
 def test_round_without_a_clean_client_weighs_by_size(noisy: dict[int, bool]) -> None:
     """Everyone flagged; the clean ones absent; nobody known."""
-    with pytest.warns(FedNoRoWarning, match="no clean client took part: models are weighted by size"):
-        after = fold(SMALL, state(3, memo=told(noisy)), [Reply(0, 1, model(4.0)), Reply(1, 3, model(8.0))])
+    with pytest.warns(
+        FedNoRoWarning, match="no clean client took part: models are weighted by size"
+    ):
+        after = fold(
+            SMALL, state(3, memo=told(noisy)), [Reply(0, 1, model(4.0)), Reply(1, 3, model(8.0))]
+        )
     assert after.model.values[0] == 7.0 and after.round == 4
     assert {k: note["weight"] for k, note in after.notes.items()} == {0: 0.25, 1: 0.75}
 
@@ -403,7 +477,8 @@ def test_client_that_sends_nan_weights_in_stage_two_is_left_out() -> None:
 
 # On real networks and images
 
-# What each client says its images are, and what they are: clients 2 and 3 are wrong more often than not.
+# What each client says its images are, and what they are: clients 2 and 3 are
+# wrong more often than not.
 TRUE = [[0, 1, 2] * 4, [0, 1, 1, 0, 1, 0, 0], [0, 1, 2] * 3, [2, 1, 0, 0], [2] * 3]
 GIVEN = [TRUE[0], TRUE[1], [1, 2, 0] * 3, [1, 0, 2, 0], [2] * 3]
 
@@ -423,7 +498,15 @@ class Lab(EagerEngine):
         parts = [np.arange(end - len(part), end) for part, end in zip(TRUE, ends, strict=True)]
         clients = [Client(k, f"site {k}", index, given[index]) for k, index in enumerate(parts)]
         training = Training(batch=4, lr=0.01, augment=augment or Augment())
-        super().__init__(network, Dataset(images, true, tuple("abc")), 1, training, 0, torch.device("cpu"), clients)
+        super().__init__(
+            network,
+            Dataset(images, true, tuple("abc")),
+            1,
+            training,
+            0,
+            torch.device("cpu"),
+            clients,
+        )
         self.replies: list[list[Reply]] = []
 
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
@@ -435,7 +518,9 @@ class Lab(EagerEngine):
 
     def play(self, method: Method, begin: State | None = None, **options: Any) -> list[Turn]:
         begin = begin or self.start()
-        return list(play(method, begin, self.exchange, sorted(self.clients), lambda _: NOTHING, **options))
+        return list(
+            play(method, begin, self.exchange, sorted(self.clients), lambda _: NOTHING, **options)
+        )
 
     def start(self, round: int = 0, memo: Mapping[str, Any] | None = None) -> State:
         return State(Packed(network()).weights(), round, 6, 3, 0, memo=memo or {})
@@ -450,7 +535,9 @@ def equal(a: Weights, b: Weights) -> bool:
 
 
 def test_warm_up_is_fedla_bit_for_bit() -> None:
-    ours, theirs = (models(Lab().play(method, participation=0.6)) for method in (FedNoRo(warmup=4), FedLA()))
+    ours, theirs = (
+        models(Lab().play(method, participation=0.6)) for method in (FedNoRo(warmup=4), FedLA())
+    )
     assert [equal(a, b) for a, b in zip(ours, theirs, strict=True)][:4] == [True] * 4
     assert not equal(ours[5], theirs[5]), "stage 2 must differ, or this shows nothing"
 
@@ -460,7 +547,9 @@ def test_stage_two_is_fedla_bit_for_bit_when_nobody_is_flagged() -> None:
     ours, theirs = (models(Lab().play(method, begin)) for method in (SMALL, FedLA()))
     assert len(ours) == 4 and all(map(equal, ours, theirs))
     flagged = Lab().start(2, told({**dict.fromkeys(range(5), False), 2: True}))
-    assert not equal(models(Lab().play(SMALL, flagged))[0], theirs[0]), "a flag must make a difference"
+    assert not equal(models(Lab().play(SMALL, flagged))[0], theirs[0]), (
+        "a flag must make a difference"
+    )
 
 
 def test_all_flagged_still_trains_to_finite_weights() -> None:
@@ -479,7 +568,9 @@ def test_daagg_of_trained_models_is_as_re_derived(behaviour: Any) -> None:
     assert len(played) == 4
     segments = np.cumsum(Packed(network()).segments)[:-1]
     for turn, replies in zip(played, lab.replies, strict=True):
-        values = np.stack([r.weights.values.numpy().astype(np.float64) for r in replies if r.weights is not None])
+        values = np.stack(
+            [r.weights.values.numpy().astype(np.float64) for r in replies if r.weights is not None]
+        )
         d = np.zeros(5)
         for k in range(5):
             parts = [np.split(values[k] - values[j], segments) for j in range(5) if not noisy[j]]
@@ -489,14 +580,20 @@ def test_daagg_of_trained_models_is_as_re_derived(behaviour: Any) -> None:
                 d[k] = min(sum(np.sqrt((p**2).sum()) for p in difference) for difference in parts)
         raw = np.array([len(part) for part in GIVEN]) * np.exp(-d / d.max())
         shares = raw / raw.sum()
-        np.testing.assert_allclose([turn.state.notes[k]["weight"] for k in range(5)], shares, rtol=1e-8)
-        np.testing.assert_allclose(turn.state.model.values.numpy(), shares @ values, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            [turn.state.notes[k]["weight"] for k in range(5)], shares, rtol=1e-8
+        )
+        np.testing.assert_allclose(
+            turn.state.model.values.numpy(), shares @ values, rtol=1e-5, atol=1e-7
+        )
 
 
 def some_step(aux: Mapping[str, torch.Tensor]) -> Step:
     net, anchor = (initialise(Cnn(width=2), 1, 3, seed).double().eval() for seed in (1, 2))
     x = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 1, 5, 5)))
-    return Step(net, anchor, x, torch.tensor([0, 1, 0, 1, 1, 0]), torch.arange(6), aux, torch.empty(6, 0))
+    return Step(
+        net, anchor, x, torch.tensor([0, 1, 0, 1, 1, 0]), torch.arange(6), aux, torch.empty(6, 0)
+    )
 
 
 @pytest.mark.parametrize("adjust", ["student", "none", "both"])
@@ -506,11 +603,15 @@ def test_noisy_clients_learn_from_the_received_model(counts: list[int], adjust: 
     step = some_step({"log_pi": log_pi, "lam": torch.tensor(0.3, dtype=torch.float64)})
     value = FedNoRo(temperature=0.7, adjust=adjust).loss(step)
     student, teacher = step.net(step.x), step.anchor(step.x)
-    assert torch.equal(value, distill(student, step.y, teacher, step.aux["lam"], 0.7, log_pi, adjust=adjust))
+    assert torch.equal(
+        value, distill(student, step.y, teacher, step.aux["lam"], 0.7, log_pi, adjust=adjust)
+    )
 
     prior, held = np.array(counts) / sum(counts), [c for c in range(3) if counts[c]]
     total = 0.0
-    for f, g, y in zip(student.detach().numpy(), teacher.detach().numpy(), step.y.tolist(), strict=True):
+    for f, g, y in zip(
+        student.detach().numpy(), teacher.detach().numpy(), step.y.tolist(), strict=True
+    ):
         y_p = prior * np.exp(f) / (prior * np.exp(f)).sum()
         p = np.exp(f) / np.exp(f).sum() if adjust == "none" else y_p
         target = np.exp(g / 0.7) * (prior if adjust == "both" else 1)
@@ -518,7 +619,9 @@ def test_noisy_clients_learn_from_the_received_model(counts: list[int], adjust: 
         kl = 0.0
         for c in range(3):
             if target[c] > 0:
-                kl += target[c] * (math.log(target[c]) - (math.log(p[c]) if c in held or adjust == "none" else 0.0))
+                kl += target[c] * (
+                    math.log(target[c]) - (math.log(p[c]) if c in held or adjust == "none" else 0.0)
+                )
         total += 0.3 * kl - 0.7 * math.log(y_p[y])
     assert value.item() == pytest.approx(total / 6, rel=1e-10)
 
@@ -568,16 +671,24 @@ def test_pieces_of_stage_two_as_re_derived(noisy_clients: Any, aggregation: Any)
     rng = np.random.default_rng(2)
     values, sizes = rng.normal(size=(5, 6)).astype(np.float32), [3, 8, 5, 9, 2]
     kept = [k for k, noisy in FLAGGED.items() if not (noisy and noisy_clients == "leave_out")]
-    replies = [Reply(k, sizes[k], Weights(torch.from_numpy(values[k]), torch.tensor([k]), SEGMENTS)) for k in kept]
+    replies = [
+        Reply(k, sizes[k], Weights(torch.from_numpy(values[k]), torch.tensor([k]), SEGMENTS))
+        for k in kept
+    ]
     method = FedNoRo(warmup=2, noisy_clients=noisy_clients, aggregation=aggregation)
     after = fold(method, state(3, memo=told(FLAGGED)), replies)
-    table, mass = values[kept].astype(np.float64), np.array([sizes[k] for k in kept], dtype=np.float64)
+    table, mass = (
+        values[kept].astype(np.float64),
+        np.array([sizes[k] for k in kept], dtype=np.float64),
+    )
     shares = mass / mass.sum()
     if aggregation == "distance" and noisy_clients != "leave_out":
         shares = daagg_by_hand(table, sizes, list(FLAGGED.values()), "paper")
     np.testing.assert_allclose([after.notes[k]["weight"] for k in kept], shares, rtol=1e-9)
     np.testing.assert_allclose(after.model.values.numpy(), shares @ table, rtol=1e-6, atol=1e-7)
-    assert {k for k in kept if "lam" in after.notes[k]} == ({2, 3, 4} if noisy_clients == "distil" else set())
+    assert {k for k in kept if "lam" in after.notes[k]} == (
+        {2, 3, 4} if noisy_clients == "distil" else set()
+    )
     assert after.stage == "noise-robust training" and after.round == 4
 
 
@@ -587,7 +698,12 @@ def test_without_distillation_and_distances_stage_two_is_fedla_bit_for_bit() -> 
     plain = FedNoRo(warmup=2, noisy_clients="train", aggregation="size")
     ours = models(Lab().play(plain, begin))
     assert len(ours) == 4 and all(map(equal, ours, theirs))
-    for pieces in ({"noisy_clients": "train"}, {"aggregation": "size"}, {"noisy_clients": "leave_out"}, {}):
+    for pieces in (
+        {"noisy_clients": "train"},
+        {"aggregation": "size"},
+        {"noisy_clients": "leave_out"},
+        {},
+    ):
         other = models(Lab().play(FedNoRo(warmup=2, ramp_end=3, **pieces), begin))  # type: ignore[arg-type]
         assert not equal(other[-1], theirs[-1]), pieces
 
@@ -604,7 +720,11 @@ def test_both_kinds_of_step_occur_in_an_ordinary_run() -> None:
     played = Lab().play(SMALL)
     flagged = verdicts(played[-1].state)
     assert 0 < sum(flagged.values()) < 5 and len(flagged) == 5
-    lams = [{k for k, note in turn.state.notes.items() if "lam" in note} for turn in played if turn.task == "train"]
+    lams = [
+        {k for k, note in turn.state.notes.items() if "lam" in note}
+        for turn in played
+        if turn.task == "train"
+    ]
     assert lams == [set(), set(), *[{k for k, noisy in flagged.items() if noisy}] * 4]
 
 
@@ -615,7 +735,9 @@ def test_paper_scores_plain_images_and_the_reference_augmented_ones(behaviour: A
     for k, client in lab.clients.items():
         site = lab.site(client)
         reply = FedNoRo(behaviour=behaviour).work(task, site)
-        plain, augmented = (site.logits(task, task.weights, augment=flag).double().numpy() for flag in (False, True))
+        plain, augmented = (
+            site.logits(task, task.weights, augment=flag).double().numpy() for flag in (False, True)
+        )
         assert not np.allclose(plain, augmented)
         logits = plain if behaviour == "paper" else augmented
         for c in range(3):
@@ -634,6 +756,10 @@ def test_prior_is_of_the_labels_the_client_was_given() -> None:
     task = Task("train", 3, lab.start().model, {"lam": 0.25})
     aux = SMALL.aux(task, lab.site(lab.clients[3]))
     assert aux["log_pi"].exp().tolist() == pytest.approx([0.5, 0.25, 0.25])
-    assert aux["lam"].item() == 0.25 and aux["lam"].shape == () and aux["lam"].dtype == aux["log_pi"].dtype
+    assert (
+        aux["lam"].item() == 0.25
+        and aux["lam"].shape == ()
+        and aux["lam"].dtype == aux["log_pi"].dtype
+    )
     single = SMALL.aux(replace(task, settings={}), lab.site(lab.clients[4]))
     assert single.keys() == {"log_pi"} and single["log_pi"].tolist() == [-math.inf, -math.inf, 0.0]

@@ -19,7 +19,7 @@ from fednoro.core.training import Training
 from fednoro.core.types import FloatArray, Step, Task
 from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedCorr, FedCorrLA
-from fednoro.relabel import upper_component
+from fednoro.methods.relabel import upper_component
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +28,9 @@ LOG_PI = torch.tensor([math.log(n / 8) if n else -math.inf for n in COUNTS], dty
 
 
 def nets() -> tuple[nn.Module, nn.Module]:
-    """A network that has moved away from its anchor, in eval mode, so that an image can be looked at alone."""
+    """A network that has moved away from its anchor, in eval mode, so that an
+    image can be looked at alone.
+    """
     anchor = network().double().eval().requires_grad_(False)
     net = copy.deepcopy(anchor).requires_grad_(True)
     torch.manual_seed(1)
@@ -46,7 +48,9 @@ def step(batch: int, aux: Mapping[str, Tensor]) -> Step:
 
 
 def by_hand(step: Step, beta: float) -> float:
-    """λ CE(f(x̃), y_i) + (1 − λ) CE(f(x̃), y_j) + β μ ‖w − w_g‖₂, image by image and weight by weight."""
+    """λ CE(f(x̃), y_i) + (1 − λ) CE(f(x̃), y_j) + β μ ‖w − w_g‖₂, image
+    by image and weight by weight.
+    """
     lam = float(step.u[0, 0])
     partner = sorted(range(len(step.x)), key=lambda i: float(step.u[i, 1]))
     total = 0.0
@@ -56,12 +60,17 @@ def by_hand(step: Step, beta: float) -> float:
         if "log_pi" in step.aux:
             logits = [v + float(prior) for v, prior in zip(logits, step.aux["log_pi"], strict=True)]
         normaliser = math.log(sum(math.exp(v) for v in logits))
-        total += lam * (normaliser - logits[int(step.y[i])]) + (1 - lam) * (normaliser - logits[int(step.y[j])])
+        total += lam * (normaliser - logits[int(step.y[i])]) + (1 - lam) * (
+            normaliser - logits[int(step.y[j])]
+        )
     value = total / len(step.x)
     if "mu" in step.aux:
         squares = 0.0
         for w, g in zip(step.net.parameters(), step.anchor.parameters(), strict=True):
-            squares += sum((a - b) ** 2 for a, b in zip(w.flatten().tolist(), g.flatten().tolist(), strict=True))
+            squares += sum(
+                (a - b) ** 2
+                for a, b in zip(w.flatten().tolist(), g.flatten().tolist(), strict=True)
+            )
         value += beta * float(step.aux["mu"]) * math.sqrt(squares)
     return value
 
@@ -70,7 +79,10 @@ AUX: dict[str, dict[str, Tensor]] = {
     "plain": {},
     "with a noise level": {"mu": torch.tensor(0.3, dtype=torch.float64)},
     "adjusted": {"log_pi": LOG_PI},
-    "adjusted, with a noise level": {"log_pi": LOG_PI, "mu": torch.tensor(0.7, dtype=torch.float64)},
+    "adjusted, with a noise level": {
+        "log_pi": LOG_PI,
+        "mu": torch.tensor(0.7, dtype=torch.float64),
+    },
 }
 
 
@@ -86,10 +98,15 @@ def test_loss_is_mixup_with_a_proximal_term(aux: str, batch: int, beta: float) -
 def test_the_proximal_term_pulls_towards_the_received_model_with_constant_force() -> None:
     given = step(4, AUX["with a noise level"])
     plain = step(4, {})
-    with_term, without = (torch.autograd.grad(FedCorr().loss(s), list(s.net.parameters())) for s in (given, plain))
+    with_term, without = (
+        torch.autograd.grad(FedCorr().loss(s), list(s.net.parameters())) for s in (given, plain)
+    )
     pull = torch.cat([(a - b).flatten() for a, b in zip(with_term, without, strict=True)])
     away = torch.cat(
-        [(w - g).flatten() for w, g in zip(given.net.parameters(), given.anchor.parameters(), strict=True)]
+        [
+            (w - g).flatten()
+            for w, g in zip(given.net.parameters(), given.anchor.parameters(), strict=True)
+        ]
     )
     assert torch.allclose(pull, 5 * 0.3 * away / away.norm())
 
@@ -116,9 +133,13 @@ def test_every_image_is_mixed_in_once_and_the_share_is_uniform() -> None:
     for _ in range(400):
         u = torch.from_numpy(rng.random((5, 2)))
         x = torch.eye(5)[:, None, None, :]
-        FedCorr().loss(Step(Watched(), Watched(), x, torch.zeros(5, dtype=torch.int64), torch.arange(5), {}, u))
+        FedCorr().loss(
+            Step(Watched(), Watched(), x, torch.zeros(5, dtype=torch.int64), torch.arange(5), {}, u)
+        )
         mixed = seen[-1][:, 0, 0]
-        assert torch.allclose(mixed.sum(0), torch.ones(5)) and torch.allclose(mixed.sum(1), torch.ones(5))
+        assert torch.allclose(mixed.sum(0), torch.ones(5)) and torch.allclose(
+            mixed.sum(1), torch.ones(5)
+        )
         shares.append(float(u[0, 0]))
     assert np.histogram(shares, 4, (0, 1))[0].min() > 70
 
@@ -130,7 +151,9 @@ def best_split(values: FloatArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """k-means' optimum for two groups, by trying every threshold."""
 
     def spread(upper: Any) -> float:
-        return sum(float(((group - group.mean()) ** 2).sum()) for group in (values[upper], values[~upper]))
+        return sum(
+            float(((group - group.mean()) ** 2).sum()) for group in (values[upper], values[~upper])
+        )
 
     cuts = [values > (a + b) / 2 for a, b in pairwise(sorted(set(values.tolist())))]
     return min(cuts, key=spread)
@@ -176,7 +199,9 @@ def test_a_visit_sends_the_mean_lid_of_the_client_s_own_model() -> None:
     lids = []
     for i, own in enumerate(p):
         d = sorted(math.dist(own, other) for j, other in enumerate(p) if j != i)[:4]
-        lids.append(-4 / sum(math.log(distance / (d[-1] + 1e-6)) for distance in d) if d[0] > 0 else 0.0)
+        lids.append(
+            -4 / sum(math.log(distance / (d[-1] + 1e-6)) for distance in d) if d[0] > 0 else 0.0
+        )
     assert float(reply.metrics["lid"]) == pytest.approx(sum(lids) / len(lids), rel=1e-9)
     losses = [-math.log(row[y]) for row, y in zip(p, ORDINARY, strict=True)]
     assert clients[0].memory["losses"].tolist() == pytest.approx(losses, rel=1e-9)

@@ -39,7 +39,9 @@ def slow_sce(logits: Tensor, labels: Tensor, alpha: float, beta: float) -> float
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])  # with 30 most probabilities are below their floor
 @pytest.mark.parametrize(("alpha", "beta"), [(0.1, 1.0), (1.0, 0.0), (0.0, 1.0), (0.3, 2.0)])
-def test_symmetric_ce_matches_the_loops_in_value_and_gradient(alpha: float, beta: float, scale: float) -> None:
+def test_symmetric_ce_matches_the_loops_in_value_and_gradient(
+    alpha: float, beta: float, scale: float
+) -> None:
     logits, labels = batch(scale)
     value = symmetric_ce(logits, labels, alpha, beta).item()
     assert value == pytest.approx(slow_sce(logits, labels, alpha, beta), rel=1e-12)
@@ -56,7 +58,9 @@ def test_symmetric_ce_matches_the_loops_in_value_and_gradient(alpha: float, beta
 
 def test_the_default_weights_are_the_papers() -> None:
     logits, labels = batch()
-    assert symmetric_ce(logits, labels).item() == pytest.approx(slow_sce(logits, labels, 0.1, 1.0), rel=1e-12)
+    assert symmetric_ce(logits, labels).item() == pytest.approx(
+        slow_sce(logits, labels, 0.1, 1.0), rel=1e-12
+    )
     assert (RHFL().alpha, RHFL().beta, RHFL().eta) == (0.1, 1.0, 0.5)
 
 
@@ -68,7 +72,9 @@ def test_symmetric_ce_is_finite_in_every_precision(scale: float) -> None:
         value = symmetric_ce(z, labels)
         (gradient,) = torch.autograd.grad(value, z)
         assert value.dtype == torch.float32 and value.isfinite() and gradient.isfinite().all()
-        assert value.item() == pytest.approx(slow_sce(z.detach().double(), labels, 0.1, 1.0), rel=1e-5)
+        assert value.item() == pytest.approx(
+            slow_sce(z.detach().double(), labels, 0.1, 1.0), rel=1e-5
+        )
 
 
 def test_one_class_has_no_loss() -> None:
@@ -82,9 +88,12 @@ def test_aggregation_matches_the_loops(behaviour: Any, weighting: Any) -> None:
     values = rng.normal(size=(4, 9))
     sizes, before, now = [12, 5, 40, 9], [4.0, 3.0, 5.0, 2.0], [3.0, 3.5, 2.0, 1.9]
     memo = {"sce": {str(k): loss for k, loss in enumerate(before)}}
-    state = State(Weights(torch.zeros(9, dtype=torch.float64), torch.tensor([0])), 2, 9, 3, 0, memo=memo)
+    state = State(
+        Weights(torch.zeros(9, dtype=torch.float64), torch.tensor([0])), 2, 9, 3, 0, memo=memo
+    )
     replies = [
-        Reply(k, sizes[k], Weights(torch.from_numpy(values[k]), torch.tensor([k])), {"sce": now[k]}) for k in range(4)
+        Reply(k, sizes[k], Weights(torch.from_numpy(values[k]), torch.tensor([k])), {"sce": now[k]})
+        for k in range(4)
     ]
     method = RHFL(behaviour=behaviour, weighting=weighting, eta=0.8)
     after = method.fold(state, Replies("train", (0, 1, 2, 3), iter(replies)))
@@ -93,7 +102,9 @@ def test_aggregation_matches_the_loops(behaviour: Any, weighting: Any) -> None:
     total = sum(abs(f) if behaviour == "guarded" else f for f in falls)
     v = [1 / 3 + 0.8 * f / total for f in falls]
     w = [math.exp(x) / sum(math.exp(y) for y in v) for x in v]
-    raw = [n * c for n, c in zip(sizes, w, strict=True)] if weighting == "size_and_confidence" else w
+    raw = (
+        [n * c for n, c in zip(sizes, w, strict=True)] if weighting == "size_and_confidence" else w
+    )
     shares = [r / sum(raw) for r in raw]
     for k in range(4):
         assert after.notes[k]["confidence"] == pytest.approx(w[k], rel=1e-12)
