@@ -199,7 +199,7 @@ def main() -> None:
     config = resolve(options.preset, options.overrides)
     print(f"{' '.join([options.preset, *options.overrides])}, seeds 0 to {options.seeds - 1}, % (mean ± std)\n")
     print(table(done))
-    from fednoro.engine import choose_device
+    from fednoro.engine.choose import choose_device
 
     print(f"\n{describe(choose_device(config.device))}")
 

@@ -31,7 +31,7 @@ from fednoro.core.metrics import best_last
 from fednoro.core.types import FedNoRoWarning, State
 from fednoro.data.dataset import Dataset
 from fednoro.data.federation import Federation, assemble
-from fednoro.engine import choose_device
+from fednoro.engine.choose import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory, tester
 from fednoro.methods import Method
 from fednoro.models import Packed

@@ -53,7 +53,7 @@ from fednoro.detection import calibrated, explained
 from fednoro.detection.explained import SENT, WATCH, WATCHED, left_over, measure
 from fednoro.detection.leave_one_out_heads import PURGED_WIDER, pairs_of
 from fednoro.detection.mixture_detector import NoisyClientDetector
-from fednoro.engine import choose_device
+from fednoro.engine.choose import choose_device
 from fednoro.experiment import Lab, Watcher, laboratory
 from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.models import Packed

@@ -26,10 +26,12 @@ from benchmarks import plain
 from benchmarks.machine import best_and_median, describe, markdown, ratio, seconds
 from fednoro.core.seeds import generator
 from fednoro.core.training import Augment, Training
-from fednoro.core.types import Clients, State, Task
+from fednoro.core.types import Clients, Precision, State, Task
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
-from fednoro.engine import EagerEngine, Hardware, Precision, choose_device, worthwhile_threads
+from fednoro.engine.choose import Hardware, choose_device
+from fednoro.engine.eager import EagerEngine
+from fednoro.engine.threads import worthwhile_threads
 from fednoro.methods import FedNoRo, Method
 from fednoro.models import Cnn, Model, Packed, Resnet18, initialise
 from fednoro.rounds import Evaluation, play

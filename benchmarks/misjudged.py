@@ -23,7 +23,7 @@ from benchmarks.machine import describe, in_processes, markdown, overrides_in, s
 from fednoro.bench.jobs import begin
 from fednoro.config import resolve
 from fednoro.core.types import FedNoRoWarning
-from fednoro.engine import choose_device
+from fednoro.engine.choose import choose_device
 from fednoro.experiment import Watcher, laboratory
 
 MISTAKES = {"none": (0, 0), "one missed": (1, 0), "two missed": (2, 0), "one too many": (0, 1), "two too many": (0, 2),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import fednoro
 from benchmarks.machine import describe, markdown, spread
-from fednoro.engine import choose_device
+from fednoro.engine.choose import choose_device
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

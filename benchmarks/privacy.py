@@ -33,7 +33,7 @@ from fednoro.core.seeds import generator
 from fednoro.core.types import BoolArray, FedNoRoWarning, FloatArray, IntArray
 from fednoro.detection.mixture_detector import NoisyClientDetector
 from fednoro.detection.score_privacy import noisy_class_losses, withhold
-from fednoro.engine import Hardware
+from fednoro.engine.choose import Hardware
 from fednoro.methods.fednoro import FedNoRo
 from fednoro.models import Packed, initialise
 

@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.engine import BATCH, MODELS, Workload, play_round
 from benchmarks.machine import describe, markdown, peak_memory, seconds
-from fednoro.engine import Hardware, Precision, choose_device
+from fednoro.core.types import Precision
+from fednoro.engine.choose import Hardware, choose_device
 from fednoro.methods import FedNoRo, Method
 
 METHODS: dict[str, Method] = {"fedavg": Method(), "fednoro": FedNoRo()}

@@ -104,7 +104,7 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
         from fednoro import conduct, experiment
         from fednoro.config import resolve
         from fednoro.data.federation import Federation
-        from fednoro.engine import Hardware, choose_device
+        from fednoro.engine.choose import Hardware, choose_device
         from fednoro.rounds import play
         from fednoro.runs import RunFolder, Saver
 

@@ -38,7 +38,10 @@ from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.data.federation import Federation, assemble, fingerprint
 from fednoro.data.split import write_split
-from fednoro.engine import EagerEngine, Hardware, choose_device, release_memory, worthwhile_threads
+from fednoro.engine.choose import Hardware, choose_device
+from fednoro.engine.eager import EagerEngine
+from fednoro.engine.streams import release_memory
+from fednoro.engine.threads import worthwhile_threads
 from fednoro.methods import Method
 from fednoro.models import Packed, initialise
 from fednoro.report import write_report

@@ -14,8 +14,8 @@ from federations import CLASSES, MIXED, ROUNDS, distance, federation, same, thre
 from torch import Tensor, nn
 
 from fednoro.core.training import Augment, Training
-from fednoro.core.types import Failure, Reply, State, Task
-from fednoro.engine import EagerEngine, Precision
+from fednoro.core.types import Failure, Precision, Reply, State, Task
+from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedNoRoPlus, Method
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play

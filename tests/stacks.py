@@ -9,7 +9,7 @@ from exchanges import Lab, Tolerance
 from federations import CLASSES
 from torch import nn
 
-from fednoro.engine import CudaEngine
+from fednoro.engine.cuda.cuda_engine import CudaEngine
 from fednoro.models.networks import BasicBlock, Bottleneck, Convolution, ResNet
 
 

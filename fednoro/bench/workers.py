@@ -21,7 +21,7 @@ from fednoro.config import Config
 from fednoro.core.files import write_whole
 from fednoro.core.types import State, UserError
 from fednoro.data.federation import Federation
-from fednoro.engine import release_memory
+from fednoro.engine.streams import release_memory
 from fednoro.experiment import Run, Watcher
 from fednoro.rounds import Turn
 

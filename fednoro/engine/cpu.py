@@ -1,8 +1,9 @@
 """Several clients at a time on the CPU's cores: one lane and one thread each.
 
-Within a client nothing is parallel, so its numbers are the eager engine's on one thread, whatever the number of
-lanes. Small operations gain nothing from more threads, and large ones less than a second client does; PyTorch lets
-go of Python's lock inside its operations, so threads are enough, and share the images and the memory.
+Within a client nothing is parallel, so its numbers are the eager engine's on one thread, whatever
+the number of lanes. Small operations gain nothing from more threads, and large ones less than a
+second client does; PyTorch lets go of Python's lock inside its operations, so threads are enough,
+and share the images and the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from fednoro.engine.lane import Lane
 from fednoro.methods import Method
 
 HELD = 2**30  # bytes of models that may wait to be folded
-COPIES = 6  # of a model that a lane holds: network, anchor, gradient, Adam's two moments, and the one it sends
+# of a model that a lane holds: network, anchor, gradient, Adam's two moments, and the one it sends
+COPIES = 6
 
 
 class HaltedError(Exception):
@@ -55,8 +57,12 @@ class CpuEngine(EagerEngine):
         super().__init__(network, dataset, inputs, training, seed, device, clients)
         wanted = min(lanes or torch.get_num_threads(), _lanes_in_memory(self.lane))
         if wanted > 1 and self._draws_at_random():
-            wanted = 1  # PyTorch's generator is shared by all threads: one client would take another's draws
-        self.lanes = [self.lane, *(Lane(copy.deepcopy(self.net.net), device) for _ in range(wanted - 1))]
+            # PyTorch's generator is shared by all threads: one client would take another's draws
+            wanted = 1
+        self.lanes = [
+            self.lane,
+            *(Lane(copy.deepcopy(self.net.net), device) for _ in range(wanted - 1)),
+        ]
         for lane in self.lanes:
             lane.net.copies = self.net.copies
         self._halted = threading.Event()
@@ -71,7 +77,8 @@ class CpuEngine(EagerEngine):
             raise HaltedError
 
     def seeded(self, task: Task, client: int) -> AbstractContextManager[None]:
-        # With several lanes nothing draws, and lanes that restore one generator would leave each other's state in it.
+        # With several lanes nothing draws, and lanes that restore one generator would
+        # leave each other's state in it.
         return super().seeded(task, client) if len(self.lanes) == 1 else nullcontext()
 
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
@@ -106,7 +113,9 @@ class CpuEngine(EagerEngine):
 
     @contextmanager
     def _pool(self) -> Iterator[Callable[..., Future[Any]]]:
-        """Runs functions on idle lanes; on the way out, whatever is still running is stopped and waited for."""
+        """Runs functions on idle lanes; on the way out, whatever is still
+        running is stopped and waited for.
+        """
         idle: SimpleQueue[Lane] = SimpleQueue()
         for lane in self.lanes:
             idle.put(lane)
@@ -123,7 +132,8 @@ class CpuEngine(EagerEngine):
         def run(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
             future = self._threads.submit(on_a_lane, function, *arguments)
             unfinished.add(future)
-            future.add_done_callback(unfinished.discard)  # a result that was folded must not be kept alive
+            # a result that was folded must not be kept alive
+            future.add_done_callback(unfinished.discard)
             return future
 
         threads = torch.get_num_threads()
@@ -164,10 +174,20 @@ def cut(clients: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 def _wake_mathematics() -> None:
     """Calls what PyTorch leaves to a library that sets itself up at the first call.
 
-    Two lanes that came first at the same time had logarithms with other last bits, in one run of twenty.
+    Two lanes that came first at the same time had logarithms with other
+    last bits, in one run of twenty.
     """
     x = torch.full((64,), 0.5)
-    for function in (torch.log, torch.log1p, torch.log2, torch.log10, torch.exp, torch.expm1, torch.tanh, torch.erf):
+    for function in (
+        torch.log,
+        torch.log1p,
+        torch.log2,
+        torch.log10,
+        torch.exp,
+        torch.expm1,
+        torch.tanh,
+        torch.erf,
+    ):
         function(x)
         function(x.double())
 

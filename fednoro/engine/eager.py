@@ -79,7 +79,9 @@ class EagerEngine:
         """Raises where the work is no longer wanted; one client at a time can always finish."""
 
     def seeded(self, task: Task, client: int) -> AbstractContextManager[None]:
-        """Seeds torch's own generator for a client's training: dropout and the like draw from it."""
+        """Seeds torch's own generator for a client's training:
+        dropout and the like draw from it.
+        """
         return torch_seed(self.seed, f"{task.name}.network", task.round, client)
 
     def site(self, client: Client) -> EagerSite:
@@ -108,7 +110,9 @@ class EagerEngine:
         return torch.bincount(client.labels.cpu(), minlength=self.classes).to(self.device)
 
     def recalibrate(self, weights: Weights, client: Client) -> Weights:
-        """`weights` with BatchNorm's running statistics re-estimated on the client's images, of which it needs two."""
+        """`weights` with BatchNorm's running statistics re-estimated on the client's
+        images, of which it needs two.
+        """
         return self.lane.recalibrate(self.images, weights, client.index)
 
 
@@ -165,7 +169,9 @@ class EagerSite:
         epochs: int | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> tuple[Weights, Tensor]:
-        """Local epochs from `task.weights` with a fresh Adam: the trained weights and the mean loss."""
+        """Local epochs from `task.weights` with a fresh Adam: the
+        trained weights and the mean loss.
+        """
         engine, lane, options = self.engine, self.lane, self.engine.training
         device = engine.device
         lane.load(task.weights)
@@ -174,13 +180,26 @@ class EagerSite:
         lane.net.net.train()
         with engine.seeded(task, self.client):
             count = options.epochs if epochs is None else epochs
-            for epoch in schedule(engine.seed, task, self.client, self.size, draws, count, options.augment):
-                order, u = torch.from_numpy(epoch.order).to(device), torch.from_numpy(epoch.u).to(device)
+            for epoch in schedule(
+                engine.seed, task, self.client, self.size, draws, count, options.augment
+            ):
+                order, u = (
+                    torch.from_numpy(epoch.order).to(device),
+                    torch.from_numpy(epoch.u).to(device),
+                )
                 for first, last, _ in blocks(batches(self.size, options.batch), engine.room):
                     index, uniforms = order[first:last], u[first:last]
                     x = engine.images.batch(where[index], uniforms[:, :DRAWS])
-                    whole = (x, labels[index], index, uniforms[:, DRAWS:], *(v[index] for v in (rows or {}).values()))
-                    for x, y, i, v, *r in zip(*(torch.split(part, options.batch) for part in whole), strict=True):
+                    whole = (
+                        x,
+                        labels[index],
+                        index,
+                        uniforms[:, DRAWS:],
+                        *(v[index] for v in (rows or {}).values()),
+                    )
+                    for x, y, i, v, *r in zip(
+                        *(torch.split(part, options.batch) for part in whole), strict=True
+                    ):
                         engine.check_halted()
                         mine = dict(zip(rows or {}, r, strict=True))
                         normalise_by_running_statistics(lane.net.norms, alone=len(i) == 1)
@@ -191,7 +210,9 @@ class EagerSite:
         return lane.net.weights(), total / max(seen, 1)
 
     def logits(self, task: Task, weights: Weights, augment: bool = False) -> Tensor:
-        """Outputs for all of the client's images in eval mode, N×C; on augmented images if asked."""
+        """Outputs for all of the client's images in eval mode, N×C;
+        on augmented images if asked.
+        """
         if not augment:
             return self._outputs(weights)
         rng = generator(self.engine.seed, f"{task.name}.augment", task.round, self.client)
@@ -201,13 +222,17 @@ class EagerSite:
         """The penultimate layer for all of the client's images in eval mode, N×d."""
         return self._outputs(weights, features=True)
 
-    def _outputs(self, weights: Weights, u: NDArray[np.float32] | None = None, features: bool = False) -> Tensor:
+    def _outputs(
+        self, weights: Weights, u: NDArray[np.float32] | None = None, features: bool = False
+    ) -> Tensor:
         parts = self._batches(self.data.index)
         drawn = [None] * len(parts) if u is None else self._batches(u)
         return self.lane.logits(self.engine.images, weights, parts, drawn, features)[: self.size]
 
     def _batches(self, array: NDArray[Any]) -> Sequence[Tensor]:
-        """Something of each image, in the batches that are evaluated; the last one may go on after the last image."""
+        """Something of each image, in the batches that are evaluated; the last one
+        may go on after the last image.
+        """
         return self.engine.parts(array)
 
     def to_array(self, tensor: Tensor) -> FloatArray:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fednoro.core.training import Augment, normalisation
-from fednoro.engine import kernels
 
 DRAWS = 4  # uniforms that augmenting one image takes: angle, two shifts, flip
 
@@ -19,7 +18,8 @@ DRAWS = 4  # uniforms that augmenting one image takes: angle, two shifts, flip
 class Images:
     """All images of a data set, on the device.
 
-    A memory map stays on disk where the device is the CPU; with `resident=False` any array stays where it is.
+    A memory map stays on disk where the device is the CPU; with `resident=False`
+    any array stays where it is.
     """
 
     def __init__(
@@ -33,50 +33,52 @@ class Images:
         self.device, self.augment = device, augment
         mapped = isinstance(images, np.memmap) and device.type == "cpu"
         self._mapped = images if mapped or not resident else None
-        self._resident: Tensor | None = None
-        self._channels_last = device.type == "cpu"  # oneDNN, pooling and normalisation are faster there
+        self.pixels: Tensor | None = None
+        # oneDNN, pooling and normalisation are faster there
+        self._channels_last = device.type == "cpu"
         if self._mapped is None:  # copied only where torch could not take the array as it is
-            self._resident = torch.from_numpy(np.require(images, requirements=["C", "W"])).to(device)
+            self.pixels = torch.from_numpy(np.require(images, requirements=["C", "W"])).to(device)
         mean, deviation = normalisation(inputs)
-        self._mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
-        self._deviation = torch.tensor(deviation, device=device).view(1, -1, 1, 1)
-
-    def into(self, out: Tensor, index: Tensor, u: Tensor | None = None) -> Tensor:
-        """As `batch`, in one kernel: fills B×H×W×C and returns it as B×C×H×W; for images that are on a GPU."""
-        assert self._resident is not None
-        mean, deviation = self._mean.flatten(), self._deviation.flatten()
-        kernels.prepare(self._resident, index, u, mean, deviation, self.augment, out)
-        return out.permute(0, 3, 1, 2)
+        self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
+        self.deviation = torch.tensor(deviation, device=device).view(1, -1, 1, 1)
 
     def batch(self, index: Tensor, u: Tensor | None = None) -> Tensor:
         """The images at `index` as B×C×H×W floats; augmented where uniforms `u` (B×4) are given."""
-        if self._resident is not None:
-            raw = self._resident.index_select(0, index)
+        if self.pixels is not None:
+            raw = self.pixels.index_select(0, index)
         else:
             assert self._mapped is not None
-            raw = torch.from_numpy(np.ascontiguousarray(self._mapped[index.cpu().numpy()])).to(self.device)
+            raw = torch.from_numpy(np.ascontiguousarray(self._mapped[index.cpu().numpy()])).to(
+                self.device
+            )
         x = raw.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format) / 255
         if u is not None and self.augment.active:
             x = affine(x, u, self.augment)
-        x = (x - self._mean) / self._deviation  # repeats grey to all inputs: a grey image as if it were RGB
+        # repeats grey to all inputs: a grey image as if it were RGB
+        x = (x - self.mean) / self.deviation
         return _channels_last(x) if self._channels_last else x.contiguous()
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """Channels last for all layers to come: with one channel the layouts are the same and only the strides tell."""
+    """Channels last for all layers to come: with one channel the layouts are the
+    same and only the strides tell.
+    """
     _, channels, height, width = x.shape
     strides = (height * width * channels, 1, width * channels, channels)
     return x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, strides)
 
 
 def affine(x: Tensor, u: Tensor, augment: Augment) -> Tensor:
-    """Rotates, shifts and mirrors each image by its own uniforms; what comes in from outside is black."""
+    """Rotates, shifts and mirrors each image by its own uniforms; what
+    comes in from outside is black.
+    """
     height, width = x.shape[2:]
     angle = (2 * u[:, 0] - 1) * math.radians(augment.rotate)
     shift_x, shift_y = ((2 * u[:, i] - 1) * 2 * augment.translate for i in (1, 2))
     mirror = torch.where(u[:, 3] < 0.5, -1.0, 1.0) if augment.flip else torch.ones_like(angle)
     cos, sin = torch.cos(angle), torch.sin(angle)
-    # Output to input coordinates, each axis in [-1, 1]: the ratio keeps rotation rigid on oblong images.
+    # Output to input coordinates, each axis in [-1, 1]: the ratio keeps
+    # rotation rigid on oblong images.
     ratio = height / width
     theta = torch.stack(
         [

@@ -53,7 +53,9 @@ class Lane:
         self.adam.reset()
 
     def anchor_to(self, weights: Weights) -> None:
-        """The anchor takes over `weights`, unless it has them: the clients of a round receive the same model."""
+        """The anchor takes over `weights`, unless it has them: the clients of a
+        round receive the same model.
+        """
         if self._anchored is not weights.values:
             self.anchor.load(weights, counters=not self._host_counts)
             self._anchored = weights.values
@@ -86,13 +88,16 @@ class Lane:
         return images.batch(index, u)
 
     def recalibrate(self, images: Images, weights: Weights, index: IntArray) -> Weights:
-        """`weights` with BatchNorm's running statistics re-estimated on the images at `index`: two or more."""
+        """`weights` with BatchNorm's running statistics re-estimated on the
+        images at `index`: two or more.
+        """
         self.net.load(weights)
         self.net.net.eval()  # no dropout
         momenta = [norm.train().momentum for norm in self.net.norms]
         where, seen = torch.from_numpy(index).to(self.device), 0
         with torch.no_grad():
-            for part in torch.tensor_split(where, -(-len(where) // EVALUATION_BATCH)):  # of equal size, never one alone
+            for part in torch.tensor_split(where, -(-len(where) // EVALUATION_BATCH)):
+                # of equal size, never one alone
                 seen += len(part)
                 for norm in self.net.norms:
                     norm.momentum = len(part) / seen  # so that each image counts the same
@@ -108,14 +113,17 @@ def penultimate(net: nn.Module) -> Callable[[Tensor], Tensor]:
     missing = [name for name in ("features", "fc") if not callable(getattr(net, name, None))]
     if missing:
         raise UserError(
-            "this method needs a network with features(x), B×d, and a classifier fc after them: "
-            f"the given one has no {' and no '.join(missing)}; add what is missing, or use model=cnn or model=resnet18"
+            "this method needs a network with features(x), B×d, and a classifier fc after "
+            f"them: the given one has no {' and no '.join(missing)}; add what is missing, or "
+            "use model=cnn or model=resnet18"
         )
 
     def features(x: Tensor) -> Tensor:
         found: Tensor = net.features(x)  # type: ignore[operator]
         if found.ndim != 2:
-            raise UserError(f"the network's features(x) must be B×d, got shape {tuple(found.shape)}")
+            raise UserError(
+                f"the network's features(x) must be B×d, got shape {tuple(found.shape)}"
+            )
         return found
 
     return features
@@ -124,8 +132,9 @@ def penultimate(net: nn.Module) -> Callable[[Tensor], Tensor]:
 class Adam:
     """Adam with state that is reset in place, and one fused update for all tensors.
 
-    The update is the one inside `torch.optim.Adam`. That class loads the compiler at start-up, counts steps for each
-    tensor and sorts the tensors anew in every step, which costs a small network a fifth of its time.
+    The update is the one inside `torch.optim.Adam`. That class loads the compiler at start-up,
+    counts steps for each tensor and sorts the tensors anew in every step, which costs a small
+    network a fifth of its time.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -134,7 +143,9 @@ class Adam:
         self.squares = [torch.zeros_like(tensor) for tensor in self.tensors]
         self.count = torch.zeros((), device=self.tensors[0].device if self.tensors else None)
 
-    def within(self, packed: Packed, means: Tensor, squares: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def within(
+        self, packed: Packed, means: Tensor, squares: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """The moments here, and their places in vectors that are laid out as a network's."""
         there = [packed.views_of(vector)[: len(self.tensors)] for vector in (means, squares)]
         return [*self.means, *self.squares], [*there[0], *there[1]]
@@ -159,12 +170,18 @@ def _like(tensor: Tensor, gradient: Tensor | None) -> Tensor:
     """The gradient laid out as its tensor: the fused update walks through memory."""
     if gradient is None:
         return torch.zeros_like(tensor)
-    return gradient if gradient.stride() == tensor.stride() else torch.empty_like(tensor).copy_(gradient)
+    return (
+        gradient
+        if gradient.stride() == tensor.stride()
+        else torch.empty_like(tensor).copy_(gradient)
+    )
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The order in which a client's images come, and their uniforms; beyond [0, 1] for images that move further."""
+    """The order in which a client's images come, and their uniforms; beyond [0, 1]
+    for images that move further.
+    """
 
     order: IntArray  # N
     u: np.ndarray[tuple[int, int], np.dtype[np.float32]]  # N×(DRAWS + draws)
@@ -179,7 +196,8 @@ def schedule(
     times = np.array([angle, shift, shift], dtype=np.float32)
     for _ in range(epochs):
         order, u = rng.permutation(size), rng.random((size, DRAWS + draws), dtype=np.float32)
-        u[:, :3] = 0.5 + (u[:, :3] - 0.5) * times  # ½ moves an image nowhere; times 1 they stay as they are, to the bit
+        # ½ moves an image nowhere; times 1 they stay as they are, to the bit
+        u[:, :3] = 0.5 + (u[:, :3] - 0.5) * times
         yield Epoch(order, u)
 
 
@@ -194,7 +212,9 @@ def room(values: int, batch: int) -> int:
 
 
 def blocks(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Runs of whole batches that fit into the room: first and last image, and the sizes of the batches."""
+    """Runs of whole batches that fit into the room: first and last image,
+    and the sizes of the batches.
+    """
     first, inside = 0, list[int]()
     for size in sizes:
         if sum(inside) + size > room:
@@ -206,6 +226,8 @@ def blocks(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int, list[int
 
 
 def normalise_by_running_statistics(norms: Iterable[nn.Module], alone: bool) -> None:
-    """A single image has no batch statistics (PyTorch refuses them on 1×1 maps): use the running ones."""
+    """A single image has no batch statistics (PyTorch refuses them on 1×1
+    maps): use the running ones.
+    """
     for norm in norms:
         norm.training = not alone

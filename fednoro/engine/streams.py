@@ -49,11 +49,13 @@ class Aside:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = stream(device)
-        self._open: deque[tuple[Any, tuple[Tensor, ...]]] = deque()  # when it is done, and what it reads until then
+        # when it is done, and what it reads until then
+        self._open: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
 
     @contextmanager
     def work(self, *read: Tensor) -> Iterator[None]:
-        """Queues what is in the block behind all that the main stream has now; what it reads is kept until it is done.
+        """Queues what is in the block behind all that the main stream has now; what it
+        reads is kept until it is done.
 
         The main stream waits where it would be too far ahead.
         """
@@ -76,7 +78,9 @@ class Aside:
 
 
 def release_memory() -> None:
-    """Gives the memory of engines that are gone back to the GPU, where other processes may need it."""
+    """Gives the memory of engines that are gone back to the GPU, where
+    other processes may need it.
+    """
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()

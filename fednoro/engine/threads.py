@@ -1,8 +1,9 @@
 """How many CPU threads a network is worth.
 
-Below some work per batch, threads cost more than they bring, and far more when the cores are shared: a
-default run that takes half a minute on one thread took six with two threads on two busy cores. The rule
-depends on the network and the batch alone, never on a clock, because the number of threads shows in the bits.
+Below some work per batch, threads cost more than they bring, and far more when the cores are
+shared: a default run that takes half a minute on one thread took six with two threads on two busy
+cores. The rule depends on the network and the batch alone, never on a clock, because the number
+of threads shows in the bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ WORTH_THREADS = 2e8  # multiplications in one batch's forward pass: about 5 ms o
 
 
 def forward_work(net: nn.Module, batch: tuple[int, ...]) -> int:
-    """Multiplications of convolutions and linear layers in one forward pass over `batch`, B×C×H×W."""
+    """Multiplications of convolutions and linear layers in one
+    forward pass over `batch`, B×C×H×W.
+    """
     total = 0
 
     def count(module: nn.Module, _: Any, output: Tensor) -> None:

@@ -27,7 +27,7 @@ from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.core.aggregate import average
 from fednoro.core.files import write_json, write_whole
 from fednoro.core.types import Failure, FedNoRoWarning, Reply, State, Task, UserError, Weights
-from fednoro.engine import choose_device
+from fednoro.engine.choose import choose_device
 from fednoro.experiment import federation_of, free_folder, laboratory, tester
 from fednoro.flower.exchange import FlowerExchange
 from fednoro.flower.options import Deployment

@@ -21,7 +21,7 @@ from fednoro.core.types import UserError
 from fednoro.data.cache.preparation import Plan, Preparable, home_folder
 from fednoro.data.cache.preparation import prepare as prepare_cache
 from fednoro.data.sources import Source
-from fednoro.engine import choose_device
+from fednoro.engine.choose import choose_device
 from fednoro.flower.checks import Check, failed, few, ok, size, warning
 from fednoro.models import initialise
 

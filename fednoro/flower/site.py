@@ -27,7 +27,9 @@ from fednoro.data.dataset import Dataset
 from fednoro.data.federation import Federation
 from fednoro.data.split import Split
 from fednoro.detection.score_privacy import Protection
-from fednoro.engine import EagerEngine, Hardware, choose_device, worthwhile_threads
+from fednoro.engine.choose import Hardware, choose_device
+from fednoro.engine.eager import EagerEngine
+from fednoro.engine.threads import worthwhile_threads
 from fednoro.methods import Method
 from fednoro.models import initialise
 

@@ -18,7 +18,7 @@ from fednoro.core.seeds import generator, torch_seed
 from fednoro.core.training import Augment, Training
 from fednoro.core.types import UserError
 from fednoro.data.client import Client
-from fednoro.engine import choose_device
+from fednoro.engine.choose import choose_device
 from fednoro.models import Cnn
 
 NO_CUDA = not torch.cuda.is_available()

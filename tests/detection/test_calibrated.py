@@ -47,7 +47,7 @@ from fednoro.detection.explained import SENT
 from fednoro.detection.leave_one_out_heads import areas as areas_of
 from fednoro.detection.leave_one_out_heads import head, moments, outputs, sketch
 from fednoro.detection.verdicts import verdicts
-from fednoro.engine import EagerEngine
+from fednoro.engine.eager import EagerEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

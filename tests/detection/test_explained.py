@@ -39,7 +39,7 @@ from fednoro.detection.explained import (
     watch,
     watching,
 )
-from fednoro.engine import EagerEngine
+from fednoro.engine.eager import EagerEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,7 +27,7 @@ from fednoro.detection.score_privacy import (
     protect,
     withhold,
 )
-from fednoro.engine import EagerEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.methods import Method
 from fednoro.methods.fednoro import FedNoRo
 

@@ -21,7 +21,7 @@ from torch import nn
 import fednoro
 from fednoro.core.training import Augment
 from fednoro.data.dataset import Dataset
-from fednoro.engine import Hardware
+from fednoro.engine.choose import Hardware
 from fednoro.experiment import Lab
 from fednoro.methods import Method
 from fednoro.models import Packed

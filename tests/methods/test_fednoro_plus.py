@@ -28,7 +28,7 @@ from fednoro.detection.explained import EVIDENCE
 from fednoro.detection.score_privacy import Protection, protect
 from fednoro.detection.verdicts import SCORED, verdicts
 from fednoro.display import Terminal
-from fednoro.engine import EagerEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedLA, FedNoRo, FedNoRoPlus, Method
 from fednoro.methods.fednoro_plus import CORRECTED, SOFT, TEACHER
 from fednoro.rounds import Evaluation, Turn, play

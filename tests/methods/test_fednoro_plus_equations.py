@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fednoro.core.types import Replies, Reply, State, Step, Task, Weights
 from fednoro.detection.explained import SCATTER, WATCH, find_cut, judge, left_over, measure
-from fednoro.engine import EagerEngine
-from fednoro.engine.eager import EagerSite
+from fednoro.engine.eager import EagerEngine, EagerSite
 from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.methods.fednoro_plus import SOFT, TEACHER
 from fednoro.methods.relabel import corrected

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from fednoro.core.losses import squared_distance
 from fednoro.core.training import Training
-from fednoro.core.types import Reply, Step, Task
-from fednoro.engine import CudaEngine, EagerEngine, Precision
+from fednoro.core.types import Precision, Reply, Step, Task
+from fednoro.engine.cuda.cuda_engine import CudaEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedProx
 from fednoro.models import Cnn, Packed, initialise
 

@@ -39,7 +39,9 @@ from fednoro.core.types import (
     UserError,
     Weights,
 )
-from fednoro.engine import CpuEngine, CudaEngine, EagerEngine
+from fednoro.engine.cpu import CpuEngine
+from fednoro.engine.cuda.cuda_engine import CudaEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.methods import METHODS
 from fednoro.methods.rofl import RoFL, moved, shared_centroids, small_loss
 from fednoro.models import Packed

@@ -14,8 +14,10 @@ from federations import CLASSES, MIXED, federation, start, three_channels
 from torch import Tensor, nn
 
 from fednoro.core.training import Training
-from fednoro.core.types import Replies, Reply, Step, Weights
-from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Precision
+from fednoro.core.types import Precision, Replies, Reply, Step, Weights
+from fednoro.engine.cpu import CpuEngine
+from fednoro.engine.cuda.cuda_engine import CudaEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.methods.rofl import RoFL, class_means, held, shared_centroids
 from fednoro.models import Packed
 

@@ -30,7 +30,7 @@ from fednoro.core.training import Training
 from fednoro.core.types import FedNoRoWarning, UserError, Weights
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
-from fednoro.engine import EagerEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.models import Cnn, ResNet, Resnet18, Resnet34, Resnet50, initialise, load_pretrained
 from fednoro.runs import load_checkpoint
 

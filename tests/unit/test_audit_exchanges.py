@@ -17,7 +17,7 @@ from fednoro.audit.counting import confident_joint, site_counts, site_joint, thr
 from fednoro.audit.exchanges import LEVELS, OUTPUTS, PROBABILITIES, Audit, folds_of
 from fednoro.core.types import Failure, Reply, State, Step, Task
 from fednoro.data.client import Client
-from fednoro.engine import EagerEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedNoRo, Method
 from fednoro.rounds import Evaluation, play
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fednoro
+from fednoro.core.types import FedNoRoWarning
 from fednoro.config import anchored, resolve
 from fednoro.core.types import UserError
 from fednoro.experiment import Lab, Watcher, laboratory
@@ -23,7 +24,7 @@ TINY = (
 
 
 def test_a_client_that_was_never_judged_counts_as_flagged_as_it_was_trained(tmp_path: Path) -> None:
-    with pytest.warns(fednoro.types.FedNoRoWarning):
+    with pytest.warns(FedNoRoWarning):
         run = fednoro.run("digits", *TINY, "method.warmup=2", "train.failures=0.8", f"out={tmp_path}")
     found = run.detection
     assert found is not None

@@ -17,9 +17,10 @@ from fednoro.models import Packed
 class Half(nn.Module):
     """`packed`'s network with bfloat16 copies of the weights of its convolutions and linear layers.
 
-    It computes what autocast computes. Autocast casts each weight anew in every forward pass and each gradient in every
-    backward pass, one kernel at a time; here all weights are cast together after an update. Normalisation
-    stays in float32. `parameters()` are the float32 originals, so that a proximal term sees all digits.
+    It computes what autocast computes. Autocast casts each weight anew in every forward pass and
+    each gradient in every backward pass, one kernel at a time; here all weights are cast together
+    after an update. Normalisation stays in float32. `parameters()` are the float32 originals, so
+    that a proximal term sees all digits.
     """
 
     def __init__(self, packed: Packed) -> None:
@@ -28,7 +29,10 @@ class Half(nn.Module):
         # A copy of everything, of which convolutions and linear layers use their part.
         self.values = packed.values.to(torch.bfloat16)
         net = packed.shared().net
-        places = {id(p): view for p, view in zip(packed.tensors, packed.views_of(self.values), strict=True)}
+        places = {
+            id(p): view
+            for p, view in zip(packed.tensors, packed.views_of(self.values), strict=True)
+        }
         made: dict[int, nn.Parameter] = {}
         for module in net.modules():
             if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
@@ -36,7 +40,9 @@ class Half(nn.Module):
             for name, tensor in module._parameters.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        made[id(tensor)] = nn.Parameter(places[id(tensor)], requires_grad=tensor.requires_grad)
+                        made[id(tensor)] = nn.Parameter(
+                            places[id(tensor)], requires_grad=tensor.requires_grad
+                        )
                     module._parameters[name] = made[id(tensor)]
         # Not registered: neither is a part with a name of its own.
         vars(self).update(_original=packed.net, _low=net, _call=net)
@@ -73,20 +79,32 @@ class Half(nn.Module):
 
 
 class HalfAdam(Adam):
-    """Adam on the vector of float32 weights by bfloat16 gradients; it refreshes the bfloat16 copies as well."""
+    """Adam on the vector of float32 weights by bfloat16 gradients; it refreshes
+    the bfloat16 copies as well.
+    """
 
     def __init__(self, packed: Packed, net: Half, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__([packed.values[: packed.trainable]])
         self.leaves = [net.low.get(id(p), p) for p in parameters]
         self._net, self._gradient = net, torch.zeros_like(packed.values)
-        places = {id(t): view for t, view in zip(packed.tensors, packed.views_of(self._gradient), strict=True)}
+        places = {
+            id(t): view
+            for t, view in zip(packed.tensors, packed.views_of(self._gradient), strict=True)
+        }
         self._places = [places[id(p)] for p in parameters]
 
-    def within(self, packed: Packed, means: Tensor, squares: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        return [*self.means, *self.squares], [means[: packed.trainable], squares[: packed.trainable]]
+    def within(
+        self, packed: Packed, means: Tensor, squares: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        return [*self.means, *self.squares], [
+            means[: packed.trainable],
+            squares[: packed.trainable],
+        ]
 
     def step(self, gradients: Sequence[Tensor | None], options: Training) -> None:
-        given = [(place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None]
+        given = [
+            (place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None
+        ]
         for place, g in zip(self._places, gradients, strict=True):
             if g is None:  # another loss may have left a gradient there
                 place.zero_()

@@ -1,8 +1,8 @@
 """Convolution, batch normalisation and pooling of many networks at once, with gradients, and Adam.
 
-On a GPU they are the kernels of `stacked_kernels`; elsewhere the same formulas, one network after another, in PyTorch.
-Maps are S×B×H×W×C, in the type that is computed in. A gradient goes straight into its `place`, unless that is taken: a
-loss may show the network several views.
+On a GPU they are the kernels of `stacked_kernels`; elsewhere the same formulas, one network after
+another, in PyTorch. Maps are S×B×H×W×C, in the type that is computed in. A gradient goes straight
+into its `place`, unless that is taken: a loss may show the network several views.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from fednoro.engine import stacked_kernels as kernels
+from fednoro.engine.cuda.stacked import stacked_kernels as kernels
 from fednoro.engine.streams import Aside
 
 
@@ -30,7 +30,10 @@ class Place:
         """The place, once; after that memory of its own."""
         if self.taken:
             return torch.empty_strided(
-                self.tensor.shape, _dense(self.tensor), dtype=self.tensor.dtype, device=self.tensor.device
+                self.tensor.shape,
+                _dense(self.tensor),
+                dtype=self.tensor.dtype,
+                device=self.tensor.device,
             )
         self.taken = True
         return self.tensor
@@ -54,7 +57,9 @@ class Kernel:
 
 @dataclass
 class Norm:
-    """A batch normalisation in all networks: everything is S×C, in float32 but for the gradients and their handles."""
+    """A batch normalisation in all networks: everything is S×C, in float32 but for the
+    gradients and their handles.
+    """
 
     gamma: Tensor
     beta: Tensor
@@ -84,7 +89,11 @@ class Convolve(Function):
             kernels.convolve(x, w, y, active, kernel.stride, kernel.pad)
         else:
             for a, b, c in zip(x, kernel.low, y, strict=True):
-                c.copy_(F.conv2d(_first(a, b), b, stride=kernel.stride, padding=kernel.pad).permute(0, 2, 3, 1))
+                c.copy_(
+                    F.conv2d(_first(a, b), b, stride=kernel.stride, padding=kernel.pad).permute(
+                        0, 2, 3, 1
+                    )
+                )
         ctx.save_for_backward(x)
         return y
 
@@ -102,9 +111,19 @@ class Convolve(Function):
             if again:
                 kernel.aside.join()  # autograd adds the two up at once
             return dx, dw, None, None
-        options = [kernel.stride] * 2, [kernel.pad] * 2, [1, 1], False, [0, 0], 1, [wanted, True, False]
+        options = (
+            [kernel.stride] * 2,
+            [kernel.pad] * 2,
+            [1, 1],
+            False,
+            [0, 0],
+            1,
+            [wanted, True, False],
+        )
         for s, (a, b, g) in enumerate(zip(x, kernel.low, dy, strict=True)):
-            left, right, _ = torch.ops.aten.convolution_backward(_first(g, b), _first(a, b), b, None, *options)
+            left, right, _ = torch.ops.aten.convolution_backward(
+                _first(g, b), _first(a, b), b, None, *options
+            )
             dw[s].copy_(right)
             if dx is not None:
                 dx[s].copy_(left.permute(0, 2, 3, 1))
@@ -129,7 +148,18 @@ class Normalise(Function):
         z = torch.empty_like(y)
         if y.device.type == "cuda":
             kernels.normalise(
-                y, norm.gamma, norm.beta, shortcut, z, saved, norm.mean, norm.var, active, norm.eps, norm.momentum, relu
+                y,
+                norm.gamma,
+                norm.beta,
+                shortcut,
+                z,
+                saved,
+                norm.mean,
+                norm.var,
+                active,
+                norm.eps,
+                norm.momentum,
+                relu,
             )
         else:
             _normalise(y, shortcut, z, saved, norm, relu, active)
@@ -144,7 +174,9 @@ class Normalise(Function):
         dshortcut = torch.empty_like(y) if ctx.added else None
         dgamma, dbeta = (place.take() for place in ctx.norm.places)
         if y.device.type == "cuda":
-            kernels.normalise_back(dz, z, y, saved, gamma, dy, dshortcut, dgamma, dbeta, ctx.active, ctx.relu)
+            kernels.normalise_back(
+                dz, z, y, saved, gamma, dy, dshortcut, dgamma, dbeta, ctx.active, ctx.relu
+            )
         else:
             _normalise_back(dz, z, y, saved, gamma, dy, dshortcut, dgamma, dbeta, ctx.relu)
         return dy, dgamma, dbeta, dshortcut, None, None, None
@@ -156,7 +188,11 @@ class Pool(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, active: Tensor) -> Tensor:
         slots, batch, height, width, channels = x.shape
-        y = torch.empty((slots, batch, (height + 1) // 2, (width + 1) // 2, channels), dtype=x.dtype, device=x.device)
+        y = torch.empty(
+            (slots, batch, (height + 1) // 2, (width + 1) // 2, channels),
+            dtype=x.dtype,
+            device=x.device,
+        )
         taps = torch.empty(y.shape, dtype=torch.int8, device=x.device)
         kernels.pool(x, y, taps, active)
         ctx.save_for_backward(taps, active)
@@ -180,12 +216,22 @@ def pool(x: Tensor, active: Tensor) -> Tensor:
 
 
 def adam(
-    values: Tensor, gradient: Tensor, direct: Tensor | None, means: Tensor, squares: Tensor, low: Tensor,
-    factors: Tensor, active: Tensor, trainable: int, decay: float,
-) -> None:  # fmt: skip
+    values: Tensor,
+    gradient: Tensor,
+    direct: Tensor | None,
+    means: Tensor,
+    squares: Tensor,
+    low: Tensor,
+    factors: Tensor,
+    active: Tensor,
+    trainable: int,
+    decay: float,
+) -> None:
     """See `stacked_kernels.adam`."""
     if values.device.type == "cuda":
-        kernels.adam(values, gradient, direct, means, squares, low, factors, active, trainable, decay)
+        kernels.adam(
+            values, gradient, direct, means, squares, low, factors, active, trainable, decay
+        )
         return
     for k in torch.nonzero(active).flatten().tolist():
         w, g, m, v = (matrix[k, :trainable] for matrix in (values, gradient, means, squares))
@@ -199,22 +245,38 @@ def adam(
 
 
 def _normalise(
-    y: Tensor, shortcut: Tensor | None, z: Tensor, saved: Tensor, norm: Norm, relu: bool, active: Tensor
+    y: Tensor,
+    shortcut: Tensor | None,
+    z: Tensor,
+    saved: Tensor,
+    norm: Norm,
+    relu: bool,
+    active: Tensor,
 ) -> None:
     values, count = y.float(), y[0, ..., 0].numel()
     mean, var = values.mean((1, 2, 3)), values.var((1, 2, 3), correction=0)
     saved[:, 0], saved[:, 1] = mean, (var + norm.eps).rsqrt()
     for running, now in ((norm.mean, mean), (norm.var, var * (count / (count - 1)))):
-        running.copy_(torch.where(active[:, None].bool(), running + norm.momentum * (now - running), running))
+        running.copy_(
+            torch.where(active[:, None].bool(), running + norm.momentum * (now - running), running)
+        )
     out = ((values - _wide(mean)) * _wide(saved[:, 1] * norm.gamma) + _wide(norm.beta)).to(y.dtype)
     out = out if shortcut is None else out + shortcut
     z.copy_(out.relu() if relu else out)
 
 
 def _normalise_back(
-    dz: Tensor, z: Tensor, y: Tensor, saved: Tensor, gamma: Tensor, dy: Tensor, dshortcut: Tensor | None,
-    dgamma: Tensor, dbeta: Tensor, relu: bool,
-) -> None:  # fmt: skip
+    dz: Tensor,
+    z: Tensor,
+    y: Tensor,
+    saved: Tensor,
+    gamma: Tensor,
+    dy: Tensor,
+    dshortcut: Tensor | None,
+    dgamma: Tensor,
+    dbeta: Tensor,
+    relu: bool,
+) -> None:
     g = dz.float() * (z > 0) if relu else dz.float()
     if dshortcut is not None:
         dshortcut.copy_(g)

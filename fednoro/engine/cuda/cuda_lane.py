@@ -13,16 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fednoro.core.training import Training
-from fednoro.core.types import FedNoRoWarning, Step, Weights
-from fednoro.engine import kernels
-from fednoro.engine.anchor import Anchor
-from fednoro.engine.half import Half, HalfAdam
-from fednoro.engine.images import DRAWS, Images
-from fednoro.engine.lane import Adam, Lane, blocks, normalise_by_running_statistics, room
-from fednoro.engine.programs import (
+from fednoro.core.types import FedNoRoWarning, Precision, Step, Weights
+from fednoro.engine.cuda import image_kernel
+from fednoro.engine.cuda.cached_anchor import Anchor
+from fednoro.engine.cuda.graph_capture import (
     Halfway,
     Inputs,
-    Precision,
     Program,
     Programs,
     Rehearsal,
@@ -30,6 +26,9 @@ from fednoro.engine.programs import (
     autocast,
     captured,
 )
+from fednoro.engine.cuda.half_precision import Half, HalfAdam
+from fednoro.engine.images import DRAWS, Images
+from fednoro.engine.lane import Adam, Lane, blocks, normalise_by_running_statistics, room
 from fednoro.engine.streams import stream
 from fednoro.models import Packed
 
@@ -54,9 +53,13 @@ class CudaLane(Lane):
     ) -> None:
         self.device, self.precision, self.training = device, precision, training
         self.channels_last = precision != "fp32"
-        self.fused = precision == "bf16" and device.type == "cuda" and kernels.available()
+        self.fused = precision == "bf16" and device.type == "cuda" and image_kernel.available()
         if isinstance(net, CudaLane):
-            self.pattern, self._host_counts, self.rehearsed = net.pattern, net._host_counts, net.rehearsed
+            self.pattern, self._host_counts, self.rehearsed = (
+                net.pattern,
+                net._host_counts,
+                net.rehearsed,
+            )
             self.net = self.pattern.twin()
         else:
             self.net = Packed(net.train(), device, self.channels_last)
@@ -78,9 +81,12 @@ class CudaLane(Lane):
             self.adam = Adam(self.parameters)
         self.forward: Any = self.trained
         if compiled:
-            torch._dynamo.config.recompile_limit = 64  # each lane has a network of its own, and all share the code
+            # each lane has a network of its own, and all share the code
+            torch._dynamo.config.recompile_limit = 64
             half = isinstance(self.trained, Half)
-            self.forward = self.trained.compiled() if half else torch.compile(self.trained, dynamic=False)
+            self.forward = (
+                self.trained.compiled() if half else torch.compile(self.trained, dynamic=False)
+            )
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         channels, height, width = shape
@@ -99,7 +105,11 @@ class CudaLane(Lane):
     def upload(self, array: NDArray[Any]) -> Tensor:
         """An array on the GPU, without waiting for it."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        return (
+            tensor.pin_memory().to(self.device, non_blocking=True)
+            if self.device.type == "cuda"
+            else tensor
+        )
 
     def load(self, weights: Weights) -> None:
         super().load(weights)
@@ -118,7 +128,14 @@ class CudaLane(Lane):
 
     # What runs
 
-    def run(self, program: Program, images: Images, weights: Weights, data: Inputs, pause: Callable[[], Any]) -> Tensor:
+    def run(
+        self,
+        program: Program,
+        images: Images,
+        weights: Weights,
+        data: Inputs,
+        pause: Callable[[], Any],
+    ) -> Tensor:
         """Trains one client; returns the sum of its losses. `pause` is called now and then."""
         parts = list(blocks(data.sizes, self.block))
         for size in sorted(set(data.sizes), reverse=True):
@@ -134,8 +151,12 @@ class CudaLane(Lane):
                     pause()
         return self._end(program, data)
 
-    def go_on(self, program: Program, images: Images, weights: Weights, data: Inputs, halfway: Halfway) -> Tensor:
-        """The batch after `halfway` for a client that was trained elsewhere until then; returns its loss."""
+    def go_on(
+        self, program: Program, images: Images, weights: Weights, data: Inputs, halfway: Halfway
+    ) -> Tensor:
+        """The batch after `halfway` for a client that was trained elsewhere
+        until then; returns its loss.
+        """
         first, last = halfway.first, halfway.last
         self._capture(program, images, weights, data, last - first, first, last)
         self._begin(program, weights, data)
@@ -155,13 +176,23 @@ class CudaLane(Lane):
         return self.total.clone()
 
     def _capture(
-        self, program: Program, images: Images, weights: Weights, data: Inputs, size: int, first: int, last: int
+        self,
+        program: Program,
+        images: Images,
+        weights: Weights,
+        data: Inputs,
+        size: int,
+        first: int,
+        last: int,
     ) -> None:
-        """Makes the graph for batches of this size, unless it is there; rehearsed on the images from `first` on."""
+        """Makes the graph for batches of this size, unless it is there; rehearsed
+        on the images from `first` on.
+        """
         if size in program.graphs or self._captured_at_once(program, size):
             return
         if not self._knows(program, size):
-            self._begin(program, weights, data)  # whatever was left behind: a rehearsal must not meet NaN
+            # whatever was left behind: a rehearsal must not meet NaN
+            self._begin(program, weights, data)
             self._prepare(program, images, data, first, last)
             self._rehearse(program, size)
         program.graphs[size] = self._captured(program, size)
@@ -172,11 +203,15 @@ class CudaLane(Lane):
         for name, place in program.aux.items():
             place.copy_(data.aux[name])
 
-    def _prepare(self, program: Program, images: Images, data: Inputs, first: int, last: int) -> None:
-        """Puts the images from `first` to `last` of the training's order into the block, the cursor at its start."""
+    def _prepare(
+        self, program: Program, images: Images, data: Inputs, first: int, last: int
+    ) -> None:
+        """Puts the images from `first` to `last` of the training's order into the
+        block, the cursor at its start.
+        """
         index, n = data.order[first:last], last - first
         if self.fused:
-            images.into(self.x[:n], data.where[index], data.u[first:last])
+            image_kernel.fill(self.x[:n], images, data.where[index], data.u[first:last])
         else:
             x = images.batch(data.where[index], data.u[first:last, :DRAWS])
             self.x[:n].copy_(x.permute(0, 2, 3, 1) if self.channels_last else x)
@@ -189,12 +224,16 @@ class CudaLane(Lane):
         self.cursor.zero_()
 
     def _ask_anchor(self, program: Program, n: int) -> None:
-        """The anchor stays the same for a whole round: large batches of it cost far less than one in each step."""
+        """The anchor stays the same for a whole round: large batches of it cost
+        far less than one in each step.
+        """
         if program.anchored is None:
             return
         with torch.no_grad(), self._autocast():
             for x, place in zip(
-                torch.split(self.x[:n], ANCHORED), torch.split(program.anchored[:n], ANCHORED), strict=True
+                torch.split(self.x[:n], ANCHORED),
+                torch.split(program.anchored[:n], ANCHORED),
+                strict=True,
             ):
                 place.copy_(self.teacher(x.permute(0, 3, 1, 2) if self.channels_last else x))
 
@@ -202,7 +241,9 @@ class CudaLane(Lane):
         return autocast(self.device, self.precision)
 
     def _knows(self, program: Program, size: int) -> bool:
-        """Whether another lane has rehearsed this step; a network that is compiled rehearses in every lane."""
+        """Whether another lane has rehearsed this step; a network that is
+        compiled rehearses in every lane.
+        """
         known = self.rehearsed.get((program.key, size))
         if known is None or self.forward is not self.trained:
             return False
@@ -212,7 +253,11 @@ class CudaLane(Lane):
 
     def _captured_at_once(self, program: Program, size: int) -> bool:
         """Captures a step that has been rehearsed in another size; whether that worked."""
-        known = [one for (key, other), one in self.rehearsed.items() if key == program.key and min(other, size) > 1]
+        known = [
+            one
+            for (key, other), one in self.rehearsed.items()
+            if key == program.key and min(other, size) > 1
+        ]
         new = (program.key, size) not in self.rehearsed
         if not known or not new or self.forward is not self.trained or self.device.type != "cuda":
             return False
@@ -224,7 +269,8 @@ class CudaLane(Lane):
         except UnsuitableError:  # libraries may have to set themselves up for this size
             self.pool = torch.cuda.graph_pool_handle()
             return False
-        if asked != (program.anchored is not None):  # a loss that asks the anchor in this size alone: made in the graph
+        if asked != (program.anchored is not None):
+            # a loss that asks the anchor in this size alone: made in the graph
             program.anchored = None
             return False
         program.graphs[size] = graph
@@ -243,7 +289,9 @@ class CudaLane(Lane):
         return captured(self.device, self.pool, step)
 
     def _rehearse(self, program: Program, size: int) -> None:
-        """A step outside of the graph, where libraries set themselves up and a network is compiled."""
+        """A step outside of the graph, where libraries set themselves
+        up and a network is compiled.
+        """
         normalise_by_running_statistics(self.norms, alone=size == 1)
         cuda = self.device.type == "cuda"
         chance = torch.cuda.get_rng_state(self.device) if cuda else None
@@ -252,7 +300,9 @@ class CudaLane(Lane):
         if self.forward is not self.trained:
             self._rehearse_compiled(program, size)
         if chance is not None and not torch.equal(chance, torch.cuda.get_rng_state(self.device)):
-            raise UnsuitableError("the network draws random numbers, and a captured step would repeat them")
+            raise UnsuitableError(
+                "the network draws random numbers, and a captured step would repeat them"
+            )
         said = None if program.anchored is None else program.anchored[:0]
         self.rehearsed[program.key, size] = Rehearsal(program.passes[size], said)
 
@@ -265,11 +315,17 @@ class CudaLane(Lane):
         except Exception as error:
             self.forward = self.trained
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            warnings.warn(f"going on without torch.compile, which failed ({why})", FedNoRoWarning, stacklevel=2)
+            warnings.warn(
+                f"going on without torch.compile, which failed ({why})",
+                FedNoRoWarning,
+                stacklevel=2,
+            )
 
     @contextmanager
     def _counting(self, program: Program, size: int) -> Iterator[None]:
-        """Counts how often each norm is called inside the block: a loss may show the network several views."""
+        """Counts how often each norm is called inside the block: a loss may
+        show the network several views.
+        """
         counts = [0] * len(self.norms)
 
         def count(number: int) -> Callable[..., None]:
@@ -278,7 +334,9 @@ class CudaLane(Lane):
 
             return hook
 
-        hooks = [norm.register_forward_hook(count(number)) for number, norm in enumerate(self.norms)]
+        hooks = [
+            norm.register_forward_hook(count(number)) for number, norm in enumerate(self.norms)
+        ]
         try:
             yield
         finally:
@@ -307,7 +365,8 @@ class CudaLane(Lane):
         with self._autocast():
             value = program.loss(step)
         if anchor.said is not None and program.anchored is None:
-            program.anchored = anchor.said.new_zeros((self.block, *anchor.said.shape[1:]))  # from now on
+            # from now on
+            program.anchored = anchor.said.new_zeros((self.block, *anchor.said.shape[1:]))
         self.descend(value, self.training)
         self.total.add_(value.detach() * size)
         self.cursor.add_(size)
@@ -316,12 +375,16 @@ class CudaLane(Lane):
         if not isinstance(self.adam, HalfAdam):
             super().descend(loss, options)
             return
-        # A loss reaches a weight through its copy, and through the original where it looks at parameters themselves.
+        # A loss reaches a weight through its copy, and through the original where it
+        # looks at parameters themselves.
         leaves = self.adam.leaves
         originals = [p for p, leaf in zip(self.parameters, leaves, strict=True) if p is not leaf]
         gradients = torch.autograd.grad(loss, [*leaves, *originals], allow_unused=True)
         direct = dict(zip(map(id, originals), gradients[len(leaves) :], strict=True))
-        whole = [_sum(g, direct.get(id(p))) for g, p in zip(gradients[: len(leaves)], self.parameters, strict=True)]
+        whole = [
+            _sum(g, direct.get(id(p)))
+            for g, p in zip(gradients[: len(leaves)], self.parameters, strict=True)
+        ]
         self.adam.step(whole, options)
 
     def weights_after(self, program: Program, start: Weights, sizes: Sequence[int]) -> Weights:
@@ -329,8 +392,12 @@ class CudaLane(Lane):
         if not self._host_counts:
             return self.net.weights()
         seen = [program.passes[size] for size in sizes if size > 1]
-        counted = self.upload(np.array(seen, dtype=np.int64).reshape(-1, len(self.norms)).sum(axis=0))
-        return Weights(self.net.ordinary(), start.counters.to(self.device) + counted, self.net.segments)
+        counted = self.upload(
+            np.array(seen, dtype=np.int64).reshape(-1, len(self.norms)).sum(axis=0)
+        )
+        return Weights(
+            self.net.ordinary(), start.counters.to(self.device) + counted, self.net.segments
+        )
 
     def logits(
         self,
@@ -344,7 +411,8 @@ class CudaLane(Lane):
 
     def _images(self, images: Images, index: Tensor, u: Tensor | None) -> Tensor:
         if self.fused:
-            return images.into(torch.empty((len(index), *self.x.shape[1:]), device=self.device), index, u)
+            place = torch.empty((len(index), *self.x.shape[1:]), device=self.device)
+            return image_kernel.fill(place, images, index, u)
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return images.batch(index, u).contiguous(memory_format=layout)
 
@@ -354,7 +422,9 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _stop_counting(packed: Packed) -> bool:
-    """Takes BatchNorm's counters out of the network, each a kernel of its own; False where it has other counters."""
+    """Takes BatchNorm's counters out of the network, each a kernel of its own; False
+    where it has other counters.
+    """
     counted = [n for n in packed.norms if n.num_batches_tracked is not None]
     if any(norm.momentum is None for norm in counted) or len(counted) != packed.counters:
         return False

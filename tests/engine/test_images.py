@@ -25,7 +25,9 @@ DEVIATION = {1: [0.226], 2: [0.226, 0.226], 3: [0.229, 0.224, 0.225]}
 
 
 def pictures(n: int, height: int, width: int, channels: int, seed: int = 0) -> NDArray[np.uint8]:
-    return np.random.default_rng(seed).integers(0, 256, (n, height, width, channels), dtype=np.uint8)
+    return np.random.default_rng(seed).integers(
+        0, 256, (n, height, width, channels), dtype=np.uint8
+    )
 
 
 def uniforms(*rows: tuple[float, float, float, float]) -> Tensor:
@@ -41,8 +43,12 @@ def slow_normalise(images: NDArray[np.uint8], index: list[int]) -> NDArray[np.fl
     return out
 
 
-def slow_affine(image: NDArray[np.float64], degrees: float, right: float, down: float, mirror: bool) -> Tensor:
-    """One C×H×W image, sampled per output pixel; `right` and `down` in pixels, about the image's centre."""
+def slow_affine(
+    image: NDArray[np.float64], degrees: float, right: float, down: float, mirror: bool
+) -> Tensor:
+    """One C×H×W image, sampled per output pixel; `right` and `down` in
+    pixels, about the image's centre.
+    """
     channels, height, width = image.shape
     out = np.zeros_like(image)
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
@@ -78,14 +84,19 @@ def test_images_are_scaled_and_normalised_per_channel(channels: int) -> None:
 def test_grey_images_enter_a_network_for_rgb_as_if_they_were_rgb() -> None:
     data = pictures(3, 5, 6, 1)
     index, u, augment = torch.tensor([2, 1]), torch.rand(2, DRAWS), Augment(rotate=20, flip=True)
-    grey, rgb = (Images(images, Resnet18().inputs(1), augment, CPU) for images in (data, data.repeat(3, axis=3)))
+    grey, rgb = (
+        Images(images, Resnet18().inputs(1), augment, CPU)
+        for images in (data, data.repeat(3, axis=3))
+    )
     assert grey.batch(index).shape == (2, 3, 5, 6)
     np.testing.assert_allclose(
         grey.batch(index).numpy(), slow_normalise(data.repeat(3, axis=3), [2, 1]), rtol=0, atol=1e-6
     )
     assert torch.equal(grey.batch(index), rgb.batch(index))
     torch.testing.assert_close(grey.batch(index, u), rgb.batch(index, u), rtol=0, atol=1e-6)
-    assert not torch.equal(grey.batch(index)[:, 0], grey.batch(index)[:, 2]), "each channel has its own mean"
+    assert not torch.equal(grey.batch(index)[:, 0], grey.batch(index)[:, 2]), (
+        "each channel has its own mean"
+    )
 
 
 def test_nothing_is_augmented_without_uniforms_or_without_an_augmentation() -> None:
@@ -103,8 +114,13 @@ def test_augmenting_comes_before_normalising() -> None:
     augment = Augment(rotate=30, translate=0.2, flip=True)
     batch = Images(data, 3, augment, CPU).batch(torch.arange(2), u)
     raw = torch.from_numpy(data).permute(0, 3, 1, 2).float() / 255
-    mean, deviation = torch.tensor(MEAN[3]).view(1, 3, 1, 1), torch.tensor(DEVIATION[3]).view(1, 3, 1, 1)
-    torch.testing.assert_close(batch, (affine(raw, u, augment) - mean) / deviation, rtol=0, atol=1e-6)
+    mean, deviation = (
+        torch.tensor(MEAN[3]).view(1, 3, 1, 1),
+        torch.tensor(DEVIATION[3]).view(1, 3, 1, 1),
+    )
+    torch.testing.assert_close(
+        batch, (affine(raw, u, augment) - mean) / deviation, rtol=0, atol=1e-6
+    )
 
 
 def test_what_comes_in_from_outside_is_black() -> None:
@@ -138,7 +154,9 @@ def test_a_read_only_memory_map_gives_the_same_batches_without_warnings(tmp_path
 
 def test_a_memory_map_is_read_batch_by_batch_on_the_cpu(tmp_path: Path) -> None:
     file = np.memmap(tmp_path / "images", np.uint8, "w+", shape=(2, 3, 3, 1))
-    images = Images(np.memmap(tmp_path / "images", np.uint8, "r", shape=(2, 3, 3, 1)), 1, PLAIN, CPU)
+    images = Images(
+        np.memmap(tmp_path / "images", np.uint8, "r", shape=(2, 3, 3, 1)), 1, PLAIN, CPU
+    )
     before = images.batch(torch.tensor([1]))
     file[1] = 255
     assert not torch.equal(images.batch(torch.tensor([1])), before)
@@ -148,7 +166,9 @@ def test_images_in_memory_are_not_copied_on_the_cpu() -> None:
     data = pictures(2, 3, 3, 1)
     images = Images(data, 1, PLAIN, CPU)
     data[1] = 255
-    np.testing.assert_allclose(images.batch(torch.tensor([1])).numpy(), slow_normalise(data, [1]), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        images.batch(torch.tensor([1])).numpy(), slow_normalise(data, [1]), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("layout", ["read-only", "channels first", "reversed"])
@@ -174,7 +194,9 @@ def test_any_layout_of_an_array_gives_the_same_batches_without_warnings(layout: 
 def test_middle_uniforms_leave_the_image_as_it_is(height: int, width: int) -> None:
     x = torch.rand(2, 3, height, width)
     u = torch.full((2, DRAWS), 0.5)
-    torch.testing.assert_close(affine(x, u, Augment(rotate=90, translate=0.5, flip=True)), x, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        affine(x, u, Augment(rotate=90, translate=0.5, flip=True)), x, rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(("height", "width"), [(8, 8), (5, 12), (6, 7)])
@@ -183,7 +205,8 @@ def test_mirroring_is_left_to_right_and_exact(height: int, width: int) -> None:
     u = uniforms(*((0.5, 0.5, 0.5, draw) for draw in (0.0, 0.4999, 0.5, 0.9999)))
     expected = torch.cat([x[:2].flip(3), x[2:]])
     torch.testing.assert_close(affine(x, u, Augment(flip=True)), expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(affine(x, u, Augment(rotate=10)), x, rtol=0, atol=1e-6)  # no flip asked
+    # no flip asked
+    torch.testing.assert_close(affine(x, u, Augment(rotate=10)), x, rtol=0, atol=1e-6)
 
 
 def test_a_quarter_turn_of_a_square_moves_every_pixel_to_its_place() -> None:
@@ -212,7 +235,12 @@ def test_a_shift_is_a_share_of_each_side() -> None:
     st.booleans(),
 )
 def test_rotation_is_rigid_and_sampling_bilinear_as_in_a_per_pixel_loop(
-    height: int, width: int, draw: tuple[float, float, float, float], rotate: float, translate: float, flip: bool
+    height: int,
+    width: int,
+    draw: tuple[float, float, float, float],
+    rotate: float,
+    translate: float,
+    flip: bool,
 ) -> None:
     image = np.random.default_rng(height * 16 + width).random((2, height, width))
     augment = Augment(rotate=rotate, translate=translate, flip=flip)
@@ -232,7 +260,9 @@ def test_each_image_is_moved_by_its_own_uniforms() -> None:
     augment = Augment(rotate=45, translate=0.3, flip=True)
     together = affine(picture.expand(5, -1, -1, -1), u, augment)
     for i in range(5):
-        torch.testing.assert_close(together[i], affine(picture, u[i : i + 1], augment)[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            together[i], affine(picture, u[i : i + 1], augment)[0], rtol=0, atol=1e-6
+        )
         for j in range(i):
             assert not torch.allclose(together[i], together[j], atol=1e-3)
 
@@ -252,7 +282,9 @@ def test_shifts_reach_their_limits_and_never_pass_them() -> None:
 
 def test_angles_reach_their_limit_and_never_pass_it_on_an_oblong_image() -> None:
     height, width, rotate = 31, 61, 25.0
-    rows, columns = torch.meshgrid(torch.arange(height) - 15.0, torch.arange(width) - 30.0, indexing="ij")
+    rows, columns = torch.meshgrid(
+        torch.arange(height) - 15.0, torch.arange(width) - 30.0, indexing="ij"
+    )
     blob = torch.exp(-((rows**2) + (columns - 10) ** 2) / 8)  # ten pixels right of the centre
     u = torch.from_numpy(np.random.default_rng(0).random((1000, DRAWS), dtype=np.float32))
     turned = affine(blob.expand(1000, 1, -1, -1), u, Augment(rotate=rotate))[:, 0]

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fednoro.core.types import Step
+from fednoro.core.types import Precision, Step
 from fednoro.engine.streams import synchronize
-
-Precision = Literal["fp32", "tf32", "bf16"]
 
 PROGRAMS = 8  # kinds of step that are kept captured
 EVALUATION_PIXELS = 2**24  # in one batch without gradients
@@ -38,44 +36,60 @@ class Inputs:
 
 @dataclass(eq=False)
 class Program:
-    """One kind of step in a lane or a stack: the places it reads from, and its graphs by batch size."""
+    """One kind of step in a lane or a stack: the places it reads from,
+    and its graphs by batch size.
+    """
 
     key: Any
     loss: Callable[[Step], Tensor]
     aux: dict[str, Tensor]
     rows: dict[str, Tensor]  # block×…
     u: Tensor  # block×draws
-    anchored: Tensor | None = None  # block×C, what the anchor says about the images, where the loss asks for it
-    updated: frozenset[str] | None = None  # those of `aux` that the loss changes, once that is known
+    # block×C, what the anchor says about the images, where the loss asks for it
+    anchored: Tensor | None = None
+    # those of `aux` that the loss changes, once that is known
+    updated: frozenset[str] | None = None
     graphs: dict[int, Any] = field(default_factory=dict)
-    passes: dict[int, list[int]] = field(default_factory=dict)  # by batch size: how often each norm sees a batch
+    # by batch size: how often each norm sees a batch
+    passes: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Programs(dict[Any, Program]):
-    """The kinds of step that are kept, each with room for so many images; in a stack, for several clients' `aux`."""
+    """The kinds of step that are kept, each with room for so many images; in a
+    stack, for several clients' `aux`.
+    """
 
     def __init__(self, device: torch.device, room: int, *slots: int) -> None:
         super().__init__()
         self.device, self.room, self.slots = device, room, slots
 
     def find(
-        self, loss: Callable[[Step], Tensor], aux: Mapping[str, Tensor], rows: Mapping[str, Tensor], draws: int
+        self,
+        loss: Callable[[Step], Tensor],
+        aux: Mapping[str, Tensor],
+        rows: Mapping[str, Tensor],
+        draws: int,
     ) -> Program:
         """The program of this kind of step, made if need be."""
         key = kind_of_step(loss, aux, rows, draws)
         if key not in self:
             while len(self) >= PROGRAMS:
-                synchronize(self.device)  # the graphs of the one that was not used for longest may be running
+                # the graphs of the one that was not used for longest may be running
+                synchronize(self.device)
                 del self[next(iter(self))]
 
             def places(given: Mapping[str, Tensor], *shape: int, of: int = 0) -> dict[str, Tensor]:
                 return {
-                    name: torch.zeros((*shape, *value.shape[of:]), dtype=value.dtype, device=self.device)
+                    name: torch.zeros(
+                        (*shape, *value.shape[of:]), dtype=value.dtype, device=self.device
+                    )
                     for name, value in given.items()
                 }
 
             u = torch.zeros((self.room, draws), device=self.device)
-            self[key] = Program(key, loss, places(aux, *self.slots), places(rows, self.room, of=1), u)
+            self[key] = Program(
+                key, loss, places(aux, *self.slots), places(rows, self.room, of=1), u
+            )
         self[key] = found = self.pop(key)  # the one that was used last
         return found
 
@@ -90,7 +104,9 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Halfway:
-    """A client's training between two batches: its weights, Adam's state, and where its next images are."""
+    """A client's training between two batches: its weights, Adam's state,
+    and where its next images are.
+    """
 
     values: Tensor
     means: Tensor
@@ -101,11 +117,16 @@ class Halfway:
 
 
 def kind_of_step(
-    loss: Callable[[Step], Tensor], aux: Mapping[str, Tensor], rows: Mapping[str, Tensor], draws: int
+    loss: Callable[[Step], Tensor],
+    aux: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+    draws: int,
 ) -> Any:
     """Equal for steps that one graph serves."""
     structure = tuple((key, tuple(value.shape), value.dtype) for key, value in sorted(aux.items()))
-    per_row = tuple((key, tuple(value.shape[1:]), value.dtype) for key, value in sorted(rows.items()))
+    per_row = tuple(
+        (key, tuple(value.shape[1:]), value.dtype) for key, value in sorted(rows.items())
+    )
     return _identity(loss), structure, per_row, draws
 
 
@@ -121,13 +142,17 @@ def _identity(loss: Callable[[Step], Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Uncaptured:
-    """A step that is run anew each time: on a machine without a GPU, the same code as behind every graph."""
+    """A step that is run anew each time: on a machine without a GPU, the
+    same code as behind every graph.
+    """
 
     replay: Callable[[], None]
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+    )
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
@@ -143,17 +168,21 @@ def captured(device: torch.device, pool: Any, step: Callable[[], None]) -> Any:
         return Uncaptured(step)
     graph = torch.cuda.CUDAGraph()
     try:
-        # torch.cuda.graph() would empty the allocator's cache as well, and wait for the other lanes.
+        # torch.cuda.graph() would empty the allocator's cache as well,
+        # and wait for the other lanes.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             step()
         finally:
             graph.capture_end()
     except RuntimeError as error:
-        with suppress(Exception):  # where the capture itself was broken off, the pool is still being recorded to
+        with suppress(Exception):
+            # where the capture itself was broken off, the pool is still being recorded to
             index = torch.cuda.current_device() if device.index is None else device.index
             torch._C._cuda_endAllocateToPool(index, pool)
         if _out_of_memory(error):
             raise torch.OutOfMemoryError(str(error)) from error
-        raise UnsuitableError(f"a step could not be captured ({str(error).splitlines()[0]})") from error
+        raise UnsuitableError(
+            f"a step could not be captured ({str(error).splitlines()[0]})"
+        ) from error
     return graph

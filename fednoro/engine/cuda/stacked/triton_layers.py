@@ -1,14 +1,15 @@
 """Kernels for many networks at once: batch normalisation, pooling and Adam.
 
-Maps are S×B×H×W×C, S networks. One that is not `active` in this step is left alone; what its part of an output holds is
-undefined. `pixels` are B·H·W. `stacked_kernels` calls them.
+Maps are S×B×H×W×C, S networks. One that is not `active` in this step is left alone; what its part
+of an output holds is undefined. `pixels` are B·H·W. `stacked_kernels` calls them.
 """
 # ruff: noqa: N803
 
 import triton
 import triton.language as tl
 
-SHAPE = ["B", "H", "W", "H_OUT", "W_OUT", "pixels", "rows", "relu", "add"]  # one kernel serves them all
+# one kernel serves them all
+SHAPE = ["B", "H", "W", "H_OUT", "W_OUT", "pixels", "rows", "relu", "add"]
 
 
 @triton.jit
@@ -22,7 +23,11 @@ def follow(mean, var, at, average, variance, pixels, momentum):
 @triton.jit
 def finish(v, average, scale, gamma, beta, shortcut, z, at, there, added, relu):
     """Writes relu(norm(v) + shortcut)."""
-    v = ((v - average[None, :]) * (scale * gamma)[None, :] + beta[None, :]).to(z.dtype.element_ty).to(tl.float32)
+    v = (
+        ((v - average[None, :]) * (scale * gamma)[None, :] + beta[None, :])
+        .to(z.dtype.element_ty)
+        .to(tl.float32)
+    )
     v += tl.load(shortcut + at, mask=added, other=0.0).to(tl.float32)
     v = tl.maximum(v, v * (1 - relu))
     tl.store(z + at, v.to(z.dtype.element_ty), mask=there)
@@ -43,7 +48,8 @@ def moments(y, parts, active, pixels, rows, C, R: tl.constexpr, BR: tl.constexpr
     first, c = tl.program_id(0) * rows, tl.program_id(1) * BC + tl.arange(0, BC)
     y += s * pixels * C
     count, mean, squares = 0.0, tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
-    for start in range(first, min(first + rows, pixels), BR):  # merged as Chan et al. do: nothing cancels
+    for start in range(first, min(first + rows, pixels), BR):
+        # merged as Chan et al. do: nothing cancels
         m = start + tl.arange(0, BR)
         there = (m < min(first + rows, pixels))[:, None]
         v = tl.load(y + m[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
@@ -61,9 +67,29 @@ def moments(y, parts, active, pixels, rows, C, R: tl.constexpr, BR: tl.constexpr
 
 @triton.jit(do_not_specialize=SHAPE[5:])
 def normalise(
-    y, parts, gamma, beta, shortcut, z, saved, mean, var, active, p_stride, b_stride, pixels, rows, relu, add,
-    eps, momentum, C, R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    y,
+    parts,
+    gamma,
+    beta,
+    shortcut,
+    z,
+    saved,
+    mean,
+    var,
+    active,
+    p_stride,
+    b_stride,
+    pixels,
+    rows,
+    relu,
+    add,
+    eps,
+    momentum,
+    C,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
     s = tl.program_id(2).to(tl.int64)
     if tl.load(active + s) == 0:
         return
@@ -86,14 +112,43 @@ def normalise(
     v = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
     p = s * p_stride + c
     added = (m < pixels * add)[:, None]
-    finish(v, average, scale, tl.load(gamma + p), tl.load(beta + p), shortcut, z, at, there, added, relu)
+    finish(
+        v,
+        average,
+        scale,
+        tl.load(gamma + p),
+        tl.load(beta + p),
+        shortcut,
+        z,
+        at,
+        there,
+        added,
+        relu,
+    )
 
 
 @triton.jit(do_not_specialize=SHAPE[5:])
 def normalise_small(
-    y, gamma, beta, shortcut, z, saved, mean, var, active, p_stride, b_stride, pixels, relu, add, eps, momentum,
-    C, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    y,
+    gamma,
+    beta,
+    shortcut,
+    z,
+    saved,
+    mean,
+    var,
+    active,
+    p_stride,
+    b_stride,
+    pixels,
+    relu,
+    add,
+    eps,
+    momentum,
+    C,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
     s = tl.program_id(1).to(tl.int64)
     if tl.load(active + s) == 0:
         return
@@ -110,13 +165,37 @@ def normalise_small(
     follow(mean, var, s * b_stride + c, average, variance, pixels, momentum)
     p = s * p_stride + c
     added = (m < pixels * add)[:, None]
-    finish(v, average, scale, tl.load(gamma + p), tl.load(beta + p), shortcut, z, at, there, added, relu)
+    finish(
+        v,
+        average,
+        scale,
+        tl.load(gamma + p),
+        tl.load(beta + p),
+        shortcut,
+        z,
+        at,
+        there,
+        added,
+        relu,
+    )
 
 
 @triton.jit(do_not_specialize=SHAPE[5:])
 def sums(
-    dz, z, y, saved, parts, active, pixels, rows, relu, C, R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    dz,
+    z,
+    y,
+    saved,
+    parts,
+    active,
+    pixels,
+    rows,
+    relu,
+    C,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
     s = tl.program_id(2).to(tl.int64)
     if tl.load(active + s) == 0:
         return
@@ -139,9 +218,28 @@ def sums(
 
 @triton.jit(do_not_specialize=SHAPE[5:])
 def denormalise(
-    dz, z, y, saved, parts, gamma, dy, dshortcut, dgamma, dbeta, active, p_stride, g_stride, pixels, rows, relu,
-    add, C, R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    dz,
+    z,
+    y,
+    saved,
+    parts,
+    gamma,
+    dy,
+    dshortcut,
+    dgamma,
+    dbeta,
+    active,
+    p_stride,
+    g_stride,
+    pixels,
+    rows,
+    relu,
+    add,
+    C,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
     """With one row of parts for each chunk; with none where one block sees all pixels."""
     s = tl.program_id(2).to(tl.int64)
     if tl.load(active + s) == 0:
@@ -182,7 +280,9 @@ def pool(x, y, taps, active, B, H, W, H_OUT, W_OUT, C, BR: tl.constexpr, BC: tl.
         h, v = top + t // 3, left + t % 3
         there = ((n < B) & (h >= 0) & (h < H) & (v >= 0) & (v < W))[:, None]
         at = ((s * B + n) * H + h) * W + v
-        here = tl.load(x + (at * C)[:, None] + c[None, :], mask=there, other=float("-inf")).to(tl.float32)
+        here = tl.load(x + (at * C)[:, None] + c[None, :], mask=there, other=float("-inf")).to(
+            tl.float32
+        )
         tap = tl.where(here > best, t, tap).to(tl.int8)
         best = tl.maximum(best, here)
     at = (s * B * H_OUT * W_OUT + m)[:, None] * C + c[None, :]

@@ -1,7 +1,8 @@
 """A GPU kernel (Triton): gather, augment and normalise in one pass over the output.
 
-The tensor operations of `Images.batch` are some thirty kernels, whatever the number of images. Triton comes with
-PyTorch's CUDA builds; without it `available()` is False and those operations are used.
+The tensor operations of `Images.batch` are some thirty kernels, whatever the number
+of images. Triton comes with PyTorch's CUDA builds; without it `available()` is False
+and those operations are used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fednoro.core.training import Augment
+from fednoro.engine.images import Images
 
 PIXELS = 1024  # that one block draws
 
@@ -35,9 +37,23 @@ def _kernel() -> Any:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def draw(  # type: ignore[no-untyped-def]
-        images, index, u, columns, average, deviation, out, height, width, rotate, translate,
-        FLIP: tl.constexpr, AUGMENT: tl.constexpr, INPUTS: tl.constexpr, CHANNELS: tl.constexpr, P: tl.constexpr,  # noqa: N803
-    ):  # fmt: skip
+        images,
+        index,
+        u,
+        columns,
+        average,
+        deviation,
+        out,
+        height,
+        width,
+        rotate,
+        translate,
+        FLIP: tl.constexpr,  # noqa: N803
+        AUGMENT: tl.constexpr,  # noqa: N803
+        INPUTS: tl.constexpr,  # noqa: N803
+        CHANNELS: tl.constexpr,  # noqa: N803
+        P: tl.constexpr,  # noqa: N803
+    ):
         n = tl.program_id(0)
         at = tl.program_id(1) * P + tl.arange(0, P)
         inside = at < height * width
@@ -67,11 +83,18 @@ def _kernel() -> Any:
                     for dx in tl.static_range(2):
                         r, k = top + dy, left + dx
                         there = inside & (r >= 0) & (r < height) & (k >= 0) & (k < width)
-                        share = (right_share if dx else 1 - right_share) * (low_share if dy else 1 - low_share)
-                        pixel = tl.load(picture + (r * width + k) * INPUTS + channel, mask=there, other=0)
+                        share = (right_share if dx else 1 - right_share) * (
+                            low_share if dy else 1 - low_share
+                        )
+                        pixel = tl.load(
+                            picture + (r * width + k) * INPUTS + channel, mask=there, other=0
+                        )
                         value += share * (pixel.to(tl.float32) / 255)
             else:
-                value = tl.load(picture + at * INPUTS + channel, mask=inside, other=0).to(tl.float32) / 255
+                value = (
+                    tl.load(picture + at * INPUTS + channel, mask=inside, other=0).to(tl.float32)
+                    / 255
+                )
             value = (value - tl.load(average + c)) / tl.load(deviation + c)
             tl.store(out + (n * height * width + at) * CHANNELS + c, value, mask=inside)
 
@@ -79,19 +102,63 @@ def _kernel() -> Any:
 
 
 def warm_up(device: torch.device) -> None:
-    """Runs the kernel on one pixel: Triton takes half a second before its first, whichever that is."""
-    pixel, number = torch.zeros((1, 1, 1, 1), dtype=torch.uint8, device=device), torch.zeros(1, device=device)
-    prepare(pixel, number.long(), None, number, number + 1, Augment(), torch.empty((1, 1, 1, 1), device=device))
+    """Runs the kernel on one pixel: Triton takes half a second before
+    its first, whichever that is.
+    """
+    pixel, number = (
+        torch.zeros((1, 1, 1, 1), dtype=torch.uint8, device=device),
+        torch.zeros(1, device=device),
+    )
+    prepare(
+        pixel,
+        number.long(),
+        None,
+        number,
+        number + 1,
+        Augment(),
+        torch.empty((1, 1, 1, 1), device=device),
+    )
+
+
+def fill(out: Tensor, images: Images, index: Tensor, u: Tensor | None = None) -> Tensor:
+    """As `Images.batch`, in one kernel: fills B×H×W×C and returns it as
+    B×C×H×W; for images on a GPU.
+    """
+    assert images.pixels is not None
+    mean, deviation = images.mean.flatten(), images.deviation.flatten()
+    prepare(images.pixels, index, u, mean, deviation, images.augment, out)
+    return out.permute(0, 3, 1, 2)
 
 
 def prepare(
-    images: Tensor, index: Tensor, u: Tensor | None, mean: Tensor, deviation: Tensor, augment: Augment, out: Tensor
+    images: Tensor,
+    index: Tensor,
+    u: Tensor | None,
+    mean: Tensor,
+    deviation: Tensor,
+    augment: Augment,
+    out: Tensor,
 ) -> None:
-    """The images at `index`, augmented by their uniforms and normalised, into `out`, N×H×W×C: see `Images.batch`."""
+    """The images at `index`, augmented by their uniforms and normalised, into `out`,
+    N×H×W×C: see `Images.batch`.
+    """
     _, height, width, inputs = images.shape
     active = u is not None and augment.active
     _kernel()[(len(index), -(-height * width // PIXELS))](
-        images, index, index if u is None else u, 0 if u is None else u.stride(0), mean, deviation, out, height, width,
-        math.radians(augment.rotate), augment.translate,
-        FLIP=augment.flip, AUGMENT=active, INPUTS=inputs, CHANNELS=out.shape[3], P=PIXELS,
-    )  # fmt: skip
+        images,
+        index,
+        index if u is None else u,
+        0 if u is None else u.stride(0),
+        mean,
+        deviation,
+        out,
+        height,
+        width,
+        math.radians(augment.rotate),
+        augment.translate,
+        FLIP=augment.flip,
+        AUGMENT=active,
+        INPUTS=inputs,
+        CHANNELS=out.shape[3],
+        P=PIXELS,
+    )

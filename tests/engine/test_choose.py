@@ -14,12 +14,19 @@ from hypothesis import strategies as st
 import fednoro.engine
 from fednoro.config import resolve
 from fednoro.core.types import FedNoRoWarning, UserError
-from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Hardware, choose_device
-from fednoro.engine.cpu import windows
+from fednoro.engine import choose
+from fednoro.engine.cuda import image_kernel
+from fednoro.engine.choose import Hardware, choose_device
+from fednoro.engine.cpu import CpuEngine, windows
+from fednoro.engine.cuda.cuda_engine import CudaEngine
+from fednoro.engine.eager import EagerEngine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ONE_GIB = 2**30
-needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+needs_cuda = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def engine(hardware: Hardware) -> Any:
@@ -35,11 +42,23 @@ def engine(hardware: Hardware) -> Any:
         (CPU, "auto", "bf16", "precision bf16 needs a CUDA device, got device cpu: use fp32"),
         (CPU, "cpu", "tf32", "precision tf32 needs a CUDA device, got device cpu: use fp32"),
         (CPU, "eager", "bf16", "precision bf16 needs a CUDA device, got device cpu: use fp32"),
-        (CUDA, "eager", "bf16", "the eager engine computes in fp32, got precision bf16: use engine=auto"),
-        (CUDA, "eager", "tf32", "the eager engine computes in fp32, got precision tf32: use engine=auto"),
+        (
+            CUDA,
+            "eager",
+            "bf16",
+            "the eager engine computes in fp32, got precision bf16: use engine=auto",
+        ),
+        (
+            CUDA,
+            "eager",
+            "tf32",
+            "the eager engine computes in fp32, got precision tf32: use engine=auto",
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_way_out(device: torch.device, kind: Any, precision: Any, message: str):
+def test_what_cannot_be_is_refused_with_the_way_out(
+    device: torch.device, kind: Any, precision: Any, message: str
+):
     with pytest.raises(UserError) as refused:
         Hardware(device, kind, precision)
     assert str(refused.value) == message
@@ -63,7 +82,9 @@ def test_what_can_be_is_accepted(device: torch.device, kind: Any, precision: Any
         ("eager", 3, EagerEngine, "eager on cpu"),
     ],
 )
-def test_an_engine_for_the_cpu_says_what_it_is(kind: Any, lanes: int, engine_class: type, says: str) -> None:
+def test_an_engine_for_the_cpu_says_what_it_is(
+    kind: Any, lanes: int, engine_class: type, says: str
+) -> None:
     made = engine(Hardware(CPU, kind, lanes=lanes))
     assert type(made) is engine_class
     assert made.describe() == says
@@ -101,11 +122,13 @@ class Asked:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """As if there were a GPU with so many bytes free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-    monkeypatch.setattr(fednoro.engine, "EagerEngine", type("Eager", (Asked,), {}))
-    monkeypatch.setattr(fednoro.engine, "CudaEngine", type("Cuda", (Asked,), {}))
+    monkeypatch.setattr("fednoro.engine.choose.EagerEngine", type("Eager", (Asked,), {}))
+    monkeypatch.setattr("fednoro.engine.cuda.cuda_engine.CudaEngine", type("Cuda", (Asked,), {}))
 
 
-def test_on_cuda_the_engine_for_it_is_taken_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_the_engine_for_it_is_taken_with_its_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     on_a_gpu(monkeypatch, ONE_GIB)
     made = engine(Hardware(CUDA, precision="bf16", compiled=True, lanes=5))
     assert type(made).__name__ == "Cuda"
@@ -116,19 +139,25 @@ def test_on_cuda_the_engine_for_it_is_taken_with_its_options(monkeypatch: pytest
 
 def test_images_that_do_not_fit_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch, 800)
-    with pytest.warns(FedNoRoWarning, match=r"the eager engine in fp32, because the images \(0.0 GiB\) leave too"):
+    with pytest.warns(
+        FedNoRoWarning, match=r"the eager engine in fp32, because the images \(0.0 GiB\) leave too"
+    ):
         made = engine(Hardware(CUDA))
     assert type(made).__name__ == "Eager"
     assert made.options == {"resident": False}
 
 
-def test_a_gpu_without_room_for_a_network_per_stream_means_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_room_for_a_network_per_stream_means_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*given: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     on_a_gpu(monkeypatch, ONE_GIB)
-    monkeypatch.setattr(fednoro.engine, "CudaEngine", full)
-    with pytest.warns(FedNoRoWarning, match="the eager engine in fp32, because the GPU's memory does not hold"):
+    monkeypatch.setattr("fednoro.engine.cuda.cuda_engine.CudaEngine", full)
+    with pytest.warns(
+        FedNoRoWarning, match="the eager engine in fp32, because the GPU's memory does not hold"
+    ):
         made = engine(Hardware(CUDA))
     assert type(made).__name__ == "Eager" and made.options == {}
 
@@ -145,9 +174,19 @@ def test_configuration_takes_known_values_only(key: str, value: str, allowed: st
 
 def test_by_default_the_engine_is_chosen_and_computes_in_fp32() -> None:
     config = resolve("digits", [])
-    assert (config.engine, config.precision, config.compile, config.stack) == ("auto", "fp32", False, True)
+    assert (config.engine, config.precision, config.compile, config.stack) == (
+        "auto",
+        "fp32",
+        False,
+        True,
+    )
     config = resolve("digits", ["engine=eager", "precision=tf32", "compile=true", "stack=false"])
-    assert (config.engine, config.precision, config.compile, config.stack) == ("eager", "tf32", True, False)
+    assert (config.engine, config.precision, config.compile, config.stack) == (
+        "eager",
+        "tf32",
+        True,
+        False,
+    )
 
 
 def test_auto_takes_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,12 +208,16 @@ def test_windows_cover_all_clients_once_in_order_and_hold_no_more_than_they_may(
     assert [k for window in cut for k in window] == clients
     assert all(cut)
     room = max(least, held // max(model, 1))
-    assert all(len(window) == room for window in cut[:-1]) and all(len(window) <= room for window in cut)
+    assert all(len(window) == room for window in cut[:-1]) and all(
+        len(window) <= room for window in cut
+    )
     for window in cut:
         assert len(window) <= least or len(window) * model <= held
 
 
-def test_the_data_need_not_be_a_power_of_two_for_the_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_need_not_be_a_power_of_two_for_the_share_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Images of exactly half of the free memory are taken; one byte more is too much."""
     data, _ = federation()
     assert isinstance(data.images, np.ndarray)
@@ -190,5 +233,5 @@ def test_warming_up_gives_no_error(device: torch.device) -> None:
     Hardware(device, precision="bf16" if device == CUDA else "fp32").warm_up()
     if device == CUDA:  # it keeps quiet about errors
         for dtype in (torch.float32, torch.bfloat16):
-            fednoro.engine._convolve(device, dtype)
-        fednoro.engine.kernels.warm_up(device)
+            choose._convolve(device, dtype)
+        image_kernel.warm_up(device)

@@ -1,4 +1,6 @@
-"""Memory that runs out, networks that resist, replies that are none: who is served, and with what."""
+"""Memory that runs out, networks that resist, replies that are none:
+who is served, and with what.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from torch import Tensor, nn
 
 from fednoro.core.training import Augment, Training
 from fednoro.core.types import FedNoRoWarning, Reply, Site, State, Task, Weights
-from fednoro.engine import CudaEngine, EagerEngine
-from fednoro.engine.graphs import CudaLane
+from fednoro.engine.cuda.cuda_engine import CudaEngine
+from fednoro.engine.cuda.cuda_lane import CudaLane
+from fednoro.engine.cuda.training_request import Request
+from fednoro.engine.eager import EagerEngine
 from fednoro.engine.lane import batches, schedule
-from fednoro.engine.request import Request
 from fednoro.methods import Method
 from fednoro.models import Packed
 from fednoro.rounds import Evaluation, play
@@ -50,7 +53,9 @@ class Keeping(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-def test_a_network_that_keeps_its_outputs_can_be_had_once_more_after_training(precision: str) -> None:
+def test_a_network_that_keeps_its_outputs_can_be_had_once_more_after_training(
+    precision: str,
+) -> None:
     lab = engine(build=Keeping, lanes=3, precision=precision)
     everybody = tasks(lab)
     for asked in ({0: everybody[0]}, everybody):
@@ -59,7 +64,9 @@ def test_a_network_that_keeps_its_outputs_can_be_had_once_more_after_training(pr
     assert len(lab.lanes) == 3
 
 
-def test_where_memory_holds_one_lane_everybody_is_served_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_holds_one_lane_everybody_is_served_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lab = engine(lanes=3)
 
     def full(*_: Any) -> None:
@@ -107,7 +114,10 @@ def test_a_reply_with_an_empty_model_fails_alone(kind: Any) -> None:
     unmeasured = Evaluation(np.zeros((CLASSES, CLASSES), dtype=np.int64), 0.0)
     state = State(START, 0, 1, CLASSES, 0)
     (turn,) = play(Emptied(), state, lab.exchange, sorted(lab.clients), lambda _: unmeasured)
-    assert [answer.status for answer in turn.answers] == ["failed", *["ok"] * (len(lab.clients) - 1)]
+    assert [answer.status for answer in turn.answers] == [
+        "failed",
+        *["ok"] * (len(lab.clients) - 1),
+    ]
     assert turn.answers[0].reason.startswith("sent a model of 0 values")
 
 
@@ -115,7 +125,7 @@ def test_a_reply_with_an_empty_model_fails_alone(kind: Any) -> None:
 def test_others_have_their_turn_after_so_many_steps_however_many_fit_into_a_block(
     monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    monkeypatch.setattr("fednoro.engine.graphs.PAUSE", 2)
+    monkeypatch.setattr("fednoro.engine.cuda.cuda_lane.PAUSE", 2)
     lab = engine()
     client, task = lab.clients[0], Task("train", 0, START)
     monkeypatch.setattr(lab.lane, "block", min(lab.lane.block, room * BATCH))
@@ -133,6 +143,6 @@ def test_clients_whose_steps_are_queued_in_turn_have_the_same_bits(
 ) -> None:
     lab = engine(lanes=3, precision=precision)
     expected = list(lab.exchange(Method(), tasks(lab)))
-    monkeypatch.setattr("fednoro.engine.graphs.PAUSE", 1)
+    monkeypatch.setattr("fednoro.engine.cuda.cuda_lane.PAUSE", 1)
     found = list(lab.exchange(Method(), tasks(lab)))
     assert all(same(a.weights, b.weights) for a, b in zip(found, expected, strict=True))

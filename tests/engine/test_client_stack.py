@@ -20,15 +20,18 @@ from stacks import THIN, Thin, engine, thin
 from torch import Tensor, nn
 
 from fednoro.core.types import FedNoRoWarning, Reply, Step, Task
-from fednoro.engine import CudaEngine, EagerEngine
-from fednoro.engine.stacked_net import OneOfMany, StackedNet, stackable
+from fednoro.engine.cuda.cuda_engine import CudaEngine
+from fednoro.engine.cuda.stacked.stacked_net import OneOfMany, StackedNet, stackable
+from fednoro.engine.eager import EagerEngine
 from fednoro.engine.streams import Aside
 from fednoro.methods import METHODS, Method
 from fednoro.models import Packed, Resnet18, initialise
 from fednoro.models.networks import BasicBlock
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_stacks")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no CUDA device"
+)
 
 
 def resnet() -> nn.Module:
@@ -51,7 +54,9 @@ def test_a_second_epoch_begins_where_the_smaller_batch_of_the_first_ended(name: 
     one_by_one, together = EagerEngine(*given), CudaEngine(*given, precision="tf32", stacked=True)
     weights = Packed(thin()).weights()
     tasks = {k: Task("train", 0, weights) for k in range(len(clients))}
-    for expected, found in zip(one_by_one.exchange(method, tasks), together.exchange(method, tasks), strict=True):
+    for expected, found in zip(
+        one_by_one.exchange(method, tasks), together.exchange(method, tasks), strict=True
+    ):
         check_close(tasks[expected.client], expected, found, "fp32")  # type: ignore[arg-type]
     assert together.stacks
 
@@ -69,7 +74,9 @@ def test_in_bfloat16_a_stack_is_as_close_to_eager_as_lanes_are(name: str) -> Non
         CudaEngine(*given, precision="bf16", stacked=False),
         CudaEngine(*given, precision="bf16", stacked=True),
     ]
-    for expected, lanes, stacked in zip(*(lab.exchange(method, tasks) for lab in engines), strict=True):
+    for expected, lanes, stacked in zip(
+        *(lab.exchange(method, tasks) for lab in engines), strict=True
+    ):
         usual, off = (distance(other.weights, expected.weights) for other in (lanes, stacked))
         assert off <= 2 * usual + 1e-6
     assert engines[2].stacks  # type: ignore[attr-defined]
@@ -86,11 +93,17 @@ def test_a_gradient_that_the_weights_themselves_have_keeps_its_digits() -> None:
         one = OneOfMany(nets, parameters)
         return one(x).float().square().sum() + 1e-3 * sum(p.sum() for p in one.parameters())
 
-    direct = nets.collect(torch.vmap(loss)(torch.randn(2, 4, 3, 16, 16), list(nets.leaves.values())).sum())
+    direct = nets.collect(
+        torch.vmap(loss)(torch.randn(2, 4, 3, 16, 16), list(nets.leaves.values())).sum()
+    )
     assert direct is not None and direct.dtype == torch.float32
-    torch.testing.assert_close(direct[:, : packed.trainable], torch.full((2, packed.trainable), 1e-3))
+    torch.testing.assert_close(
+        direct[:, : packed.trainable], torch.full((2, packed.trainable), 1e-3)
+    )
     plain = torch.vmap(lambda x, p: OneOfMany(nets, p)(x).float().sum())
-    assert nets.collect(plain(torch.randn(2, 4, 3, 16, 16), list(nets.leaves.values())).sum()) is None
+    assert (
+        nets.collect(plain(torch.randn(2, 4, 3, 16, 16), list(nets.leaves.values())).sum()) is None
+    )
 
 
 def test_no_epochs_are_no_training() -> None:
@@ -122,17 +135,22 @@ def test_other_clients_in_every_round_have_their_own_weights() -> None:
 
 
 @pytest.mark.parametrize("slots", [2, 3])
-def test_more_clients_than_a_stack_holds_are_trained_in_turn(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fednoro.engine.cuda.SLOTS", slots)
+def test_more_clients_than_a_stack_holds_are_trained_in_turn(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fednoro.engine.cuda.cuda_engine.SLOTS", slots)
     lab = engine()
     for task, expected, found in pairs(lab, Method(), CPU, THIN):
         check_close(task, expected, found, "fp32")
     assert [stack.slots for stack in lab.stacks] == [slots] * 2
 
 
-def test_images_that_do_not_fit_at_once_are_prepared_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_do_not_fit_at_once_are_prepared_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = {id(task): found for task, _, found in pairs(engine(), Method(), CPU, THIN)}
-    monkeypatch.setattr("fednoro.engine.stack.PREPARED", 1)  # one step at a time
+    # one step at a time
+    monkeypatch.setattr("fednoro.engine.cuda.stacked.client_stack.PREPARED", 1)
     for task, _, found in pairs(engine(), Method(), CPU, THIN):
         assert identical(whole[id(task)], found)
 
@@ -148,19 +166,25 @@ class Peeking(Method):
 
 def test_a_loss_that_looks_at_values_is_trained_one_by_one_and_the_run_says_so() -> None:
     lab = engine()
-    with pytest.warns(FedNoRoWarning, match="one client per stream: a step of several clients at once has failed"):
+    with pytest.warns(
+        FedNoRoWarning, match="one client per stream: a step of several clients at once has failed"
+    ):
         found = pairs(lab, Peeking(), CPU, THIN)
     for task, expected, answer in found:
         check_close(task, expected, answer, "fp32")
 
 
-def test_without_memory_for_a_stack_everybody_is_trained_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_stack_everybody_is_trained_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("fednoro.engine.cuda.Stack", full)
+    monkeypatch.setattr("fednoro.engine.cuda.cuda_engine.Stack", full)
     lab = engine()
-    with pytest.warns(FedNoRoWarning, match="one client per stream: the GPU's memory does not hold a stack"):
+    with pytest.warns(
+        FedNoRoWarning, match="one client per stream: the GPU's memory does not hold a stack"
+    ):
         found = pairs(lab, Method(), CPU, THIN)
     for task, expected, answer in found:
         check_close(task, expected, answer, "fp32")
@@ -194,7 +218,9 @@ def test_a_client_that_fails_in_its_last_batch_does_not_take_the_others_along() 
     assert replies[4].reason == "ValueError: two are too few"  # type: ignore[union-attr]
 
 
-def test_memory_that_runs_out_midway_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_midway_leaves_everything_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """RoFL's centroids move with every batch: who is trained again begins where it began."""
     method, weights = METHODS["rofl"](), Packed(thin()).weights()
     tasks = {k: Task("train", 0, weights) for k in range(5)}
@@ -203,7 +229,7 @@ def test_memory_that_runs_out_midway_leaves_everything_as_it_was(monkeypatch: py
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("fednoro.engine.stack.Stack._answer", full)
+    monkeypatch.setattr("fednoro.engine.cuda.stacked.client_stack.Stack._answer", full)
     with pytest.warns(FedNoRoWarning, match="does not hold a stack"):
         found = list(lab.exchange(method, tasks))
     for a, b in zip(expected, found, strict=True):
@@ -223,13 +249,22 @@ def test_one_client_that_fails_does_not_take_the_others_along() -> None:
     weights = Packed(thin()).weights()
     tasks = {k: Task("train", 0, weights) for k in range(5)}
     replies = list(engine().exchange(Broken(), tasks))
-    assert [type(reply).__name__ for reply in replies] == ["Reply", "Failure", "Reply", "Reply", "Reply"]
+    assert [type(reply).__name__ for reply in replies] == [
+        "Reply",
+        "Failure",
+        "Reply",
+        "Reply",
+        "Reply",
+    ]
     assert replies[1].reason == "RuntimeError: the disk of client 1 is full"  # type: ignore[union-attr]
 
 
 def test_a_stacked_resnet_18_has_the_gradients_of_single_ones() -> None:
-    """ResNet-18 itself: losses, gradients and running statistics of three networks, each with its own images."""
-    torch.manual_seed(2)  # no ReLU of these images is so close to 0 that float32 takes it for the other side
+    """ResNet-18 itself: losses, gradients and running statistics of three
+    networks, each with its own images.
+    """
+    # no ReLU of these images is so close to 0 that float32 takes it for the other side
+    torch.manual_seed(2)
     packed = Packed(resnet().train(), CPU, channels_last=True)
     nets = StackedNet(packed, 3, torch.float32)
     nets.load(packed.values)
@@ -244,11 +279,14 @@ def test_a_stacked_resnet_18_has_the_gradients_of_single_ones() -> None:
     direct = nets.collect(values.sum())
     assert direct is not None
     gradients, now = (
-        dict(zip(packed.names, nets.views_of(m), strict=True)) for m in (nets.gradient + direct, nets.values)
+        dict(zip(packed.names, nets.views_of(m), strict=True))
+        for m in (nets.gradient + direct, nets.values)
     )
     for s in range(3):
         single = resnet().double().train()
-        value = F.cross_entropy(single(x[s].double()), y[s]) + 0.01 * sum(p.square().sum() for p in single.parameters())
+        value = F.cross_entropy(single(x[s].double()), y[s]) + 0.01 * sum(
+            p.square().sum() for p in single.parameters()
+        )
         assert float(values[s].detach()) == pytest.approx(float(value.detach()), rel=1e-5)
         names, parameters = zip(*single.named_parameters(), strict=True)
         for name, gradient in zip(names, torch.autograd.grad(value, parameters), strict=True):
@@ -328,7 +366,7 @@ def test_stacks_on_a_gpu_are_as_close_to_eager_as_lanes_are_and_give_the_same_bi
     method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In stacks of three, of which two are side by side."""
-    monkeypatch.setattr("fednoro.engine.cuda.SLOTS", 3)
+    monkeypatch.setattr("fednoro.engine.cuda.cuda_engine.SLOTS", 3)
     _compare_on_a_gpu(method, Lab(resnet, 64))
 
 
@@ -364,14 +402,17 @@ def _compare_on_a_gpu(method: Method, lab: Lab) -> None:
         if expected.weights is None or found.weights is None or other.weights is None:
             continue
         assert torch.equal(found.weights.counters, other.weights.counters)
-        off, usual = (float((w.values - expected.weights.values).norm()) for w in (found.weights, other.weights))
+        off, usual = (
+            float((w.values - expected.weights.values).norm())
+            for w in (found.weights, other.weights)
+        )
         assert off <= 2 * usual + 1e-3 * float(expected.weights.values.norm())
     again = pairs(CudaEngine(*lab.given(cuda), precision="bf16", stacked=True), method, cuda, lab)
     assert all(identical(a, b) for (_, _, a), (_, _, b) in zip(once, again, strict=True))
 
 
 def test_windows_are_equal_parts_and_nobody_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fednoro.engine.cuda.SLOTS", 2)
+    monkeypatch.setattr("fednoro.engine.cuda.cuda_engine.SLOTS", 2)
     lab = engine()
     assert list(lab._windows([])) == []
     assert list(lab._windows([0, 1, 2, 3])) == [[0, 1, 2, 3]]

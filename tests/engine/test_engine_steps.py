@@ -23,7 +23,9 @@ from fednoro.core.seeds import generator
 from fednoro.core.training import FURTHER, Augment, Training
 from fednoro.core.types import Failure, Reply, Site, Step, Task
 from fednoro.data.dataset import Dataset
-from fednoro.engine import CpuEngine, CudaEngine, EagerEngine
+from fednoro.engine.cpu import CpuEngine
+from fednoro.engine.cuda.cuda_engine import CudaEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.engine.images import Images
 from fednoro.engine.lane import schedule
 from fednoro.methods import Method
@@ -32,10 +34,13 @@ from fednoro.models import Packed
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU, SEED, SIDE = torch.device("cpu"), 5, 8
-# Whole batches only, a last batch of one, a last batch of three, less than a batch, one image, two batches.
+# Whole batches only, a last batch of one, a last batch of three, less than a
+# batch, one image, two batches.
 SIZES = (8, 9, 11, 3, 1, 7)
 PARTS = [[(k + i) % CLASSES for i in range(size)] for k, size in enumerate(SIZES)]
-TRAINING = Training(batch=BATCH, epochs=3, lr=1e-3, augment=Augment(rotate=15, translate=0.1, flip=True))
+TRAINING = Training(
+    batch=BATCH, epochs=3, lr=1e-3, augment=Augment(rotate=15, translate=0.1, flip=True)
+)
 ENGINES: dict[str, Callable[..., EagerEngine]] = {
     "eager": EagerEngine,
     "cpu, 1 lane": partial(CpuEngine, lanes=1),
@@ -47,7 +52,9 @@ every_engine = pytest.mark.parametrize("kind", ENGINES)
 several_lanes = pytest.mark.parametrize("lanes", [2, 3])
 
 
-def engine(kind: str, build: Callable[[], nn.Module] = network, training: Training = TRAINING) -> EagerEngine:
+def engine(
+    kind: str, build: Callable[[], nn.Module] = network, training: Training = TRAINING
+) -> EagerEngine:
     data, clients = federation(PARTS, SIDE)
     return ENGINES[kind](build, data, 1, training, SEED, CPU, clients)
 
@@ -78,7 +85,9 @@ class Recorder:
 
 
 def shown(site: Any, recorder: Recorder, task: Task, **options: Any) -> None:
-    """Trains twice and keeps what was shown in the second: before its first, a captured step is tried out once."""
+    """Trains twice and keeps what was shown in the second: before its first, a
+    captured step is tried out once.
+    """
     site.train(task, recorder, {}, **options)
     recorder.seen.clear()
     site.train(task, recorder, {}, **options)
@@ -89,7 +98,9 @@ def rows_of(size: int) -> dict[str, Tensor]:
     return {"soft": torch.arange(3.0 * size).view(size, 3), "number": 100 + torch.arange(size)}
 
 
-@pytest.mark.parametrize("room", [1, 2, 3, 1000], ids=lambda batches: f"{batches} batches in a block")
+@pytest.mark.parametrize(
+    "room", [1, 2, 3, 1000], ids=lambda batches: f"{batches} batches in a block"
+)
 @pytest.mark.parametrize("client", range(len(SIZES)), ids=lambda k: f"{SIZES[k]} images")
 def test_every_step_is_shown_what_the_eager_engine_shows(
     client: int, room: int, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +128,9 @@ def test_rows_come_with_their_images(kind: str) -> None:
     lab, recorder = engine(kind), Recorder()
     rows = rows_of(SIZES[2])
     shown(lab.site(lab.clients[2]), recorder, TASKS[2], rows=rows)
-    assert sorted(chain(*(step["index"].tolist() for step in recorder.seen))) == sorted([*range(SIZES[2])] * 3)
+    assert sorted(chain(*(step["index"].tolist() for step in recorder.seen))) == sorted(
+        [*range(SIZES[2])] * 3
+    )
     for step in recorder.seen:
         for key, value in rows.items():
             assert torch.equal(step[key], value[step["index"]])
@@ -153,7 +166,8 @@ class Centroids(Method):
 
     def work(self, task: Task, site: Site) -> Reply:
         kept = {"mean": torch.zeros(CLASSES), "batches": torch.tensor(10)} | site.memory
-        aux = {key: value.clone() for key, value in kept.items()}  # what is remembered is replaced, never changed
+        # what is remembered is replaced, never changed
+        aux = {key: value.clone() for key, value in kept.items()}
         weights, loss = site.train(task, centroid_loss, aux)
         site.memory.update(aux)
         return Reply(site.client, site.size, weights, {"loss": loss})
@@ -172,7 +186,11 @@ def test_what_a_loss_updates_in_place_comes_back_and_goes_on(kind: str) -> None:
             here, there = (e.clients[one.client].memory for e in (lab, reference))
             torch.testing.assert_close(here["mean"], there["mean"], rtol=0, atol=atol)
             assert here["mean"].abs().max() > 0
-            assert here["batches"] == there["batches"] == 10 + number * TRAINING.epochs * -(-one.size // BATCH)
+            assert (
+                here["batches"]
+                == there["batches"]
+                == 10 + number * TRAINING.epochs * -(-one.size // BATCH)
+            )
 
 
 @every_engine
@@ -184,7 +202,9 @@ def test_outputs_can_be_what_a_later_loss_goes_by(kind: str) -> None:
 
     def towards_target(step: Step) -> Tensor:
         logits = step.net(step.x)
-        return F.mse_loss(logits, step.rows["target"]) + F.mse_loss(logits.mean(0), step.aux["target"].mean(0))
+        return F.mse_loss(logits, step.rows["target"]) + F.mse_loss(
+            logits.mean(0), step.aux["target"].mean(0)
+        )
 
     F.mse_loss(torch.zeros_like(target, requires_grad=True), target).backward()  # type: ignore[no-untyped-call]
     weights, _ = site.train(task, towards_target, {"target": target}, rows={"target": target})
@@ -197,7 +217,11 @@ def test_the_anchor_can_be_asked_about_the_images_and_about_others(kind: str) ->
         logits = step.net(step.x)
         with torch.no_grad():
             own, mirrored = step.anchor(step.x), step.anchor(step.x.flip(3))
-        return F.cross_entropy(logits, step.y) + F.mse_loss(logits, own) + F.mse_loss(logits, 2 * mirrored)
+        return (
+            F.cross_entropy(logits, step.y)
+            + F.mse_loss(logits, own)
+            + F.mse_loss(logits, 2 * mirrored)
+        )
 
     lab, reference = engine(kind), engine("eager")
     for client in (2, 4, 2):
@@ -279,7 +303,9 @@ def stopped(replies: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["close", "interrupt"])
 @several_lanes
-def test_an_exchange_that_is_stopped_ends_at_once_and_leaves_a_usable_engine(lanes: int, how: str) -> None:
+def test_an_exchange_that_is_stopped_ends_at_once_and_leaves_a_usable_engine(
+    lanes: int, how: str
+) -> None:
     data, clients = federation(PARTS[2::-1], SIDE)  # the largest, which begins first, is client 0
     training = Training(batch=1, lr=1e-3)
     asked = {k: TASKS[k] for k in range(3)}
@@ -315,7 +341,9 @@ def test_a_network_with_dropout_gets_one_lane_and_the_eager_bits() -> None:
     lab = CpuEngine(with_dropout, data, 1, TRAINING, SEED, CPU, clients, lanes=3)
     assert len(lab.lanes) == 1
     task = {k: Task("train", 0, reference.net.weights()) for k in lab.clients}
-    for found, other in zip(lab.exchange(Method(), task), reference.exchange(Method(), task), strict=True):
+    for found, other in zip(
+        lab.exchange(Method(), task), reference.exchange(Method(), task), strict=True
+    ):
         assert isinstance(found, Reply) and isinstance(other, Reply)
         assert found.weights is not None and other.weights is not None
         assert same(found.weights, other.weights)
@@ -328,7 +356,9 @@ def test_looking_for_random_draws_leaves_the_network_and_the_generator_alone(lan
     lab = CpuEngine(network, data, 1, TRAINING, SEED, CPU, clients, lanes=lanes)
     assert len(lab.lanes) == lanes
     assert torch.equal(torch.get_rng_state(), state)
-    assert same(lab.net.weights(), EagerEngine(network, data, 1, TRAINING, SEED, CPU, clients).net.weights())
+    assert same(
+        lab.net.weights(), EagerEngine(network, data, 1, TRAINING, SEED, CPU, clients).net.weights()
+    )
 
 
 # Outputs
@@ -350,7 +380,9 @@ def test_outputs_are_the_eager_ones(kind: str, part: int) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=atol)
     task = Task("score", 1, weights)
     for augment in (False, True):
-        mine, theirs = (one.site(one.clients[2]).logits(task, weights, augment) for one in (lab, reference))
+        mine, theirs = (
+            one.site(one.clients[2]).logits(task, weights, augment) for one in (lab, reference)
+        )
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-2 if "bf16" in kind else 1e-6)
 
 
@@ -389,13 +421,15 @@ def test_re_estimating_running_statistics_leaves_training_as_it_was(kind: str) -
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ENGINES if "bf16" not in kind])
-def test_training_on_images_that_stay_on_disk_gives_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_training_on_images_that_stay_on_disk_gives_the_same_bits(
+    kind: str, tmp_path: Path
+) -> None:
     data, clients = federation(PARTS, SIDE)
     np.save(tmp_path / "images.npy", data.images)
     mapped = Dataset(np.load(tmp_path / "images.npy", mmap_mode="r"), data.labels, data.classes)
     assert isinstance(mapped.images, np.memmap)
     engines = [ENGINES[kind](network, d, 1, TRAINING, SEED, CPU, clients) for d in (data, mapped)]
-    assert engines[1].images._resident is None
+    assert engines[1].images.pixels is None
     answers = [list(lab.exchange(Method(), TASKS)) for lab in engines]
     for one, other in zip(*answers, strict=True):
         assert isinstance(one, Reply) and isinstance(other, Reply)
@@ -405,9 +439,15 @@ def test_training_on_images_that_stay_on_disk_gives_the_same_bits(kind: str, tmp
 
 def test_images_can_be_told_to_stay_where_they_are() -> None:
     data, _ = federation(PARTS, SIDE)
-    kept, moved = (Images(data.images, 1, TRAINING.augment, CPU, resident=resident) for resident in (False, True))
-    assert kept._resident is None and moved._resident is not None
-    index, u = torch.tensor([4, 0, 4, 30]), torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    kept, moved = (
+        Images(data.images, 1, TRAINING.augment, CPU, resident=resident)
+        for resident in (False, True)
+    )
+    assert kept.pixels is None and moved.pixels is not None
+    index, u = (
+        torch.tensor([4, 0, 4, 30]),
+        torch.rand(4, 4, generator=torch.Generator().manual_seed(0)),
+    )
     assert torch.equal(kept.batch(index), moved.batch(index))
     assert torch.equal(kept.batch(index, u), moved.batch(index, u))
 
@@ -457,6 +497,8 @@ def test_images_are_moved_no_further_than_there_is_something_to_see(
     rng, (angle, shift) = generator(SEED, "train", 2, 1), expected
     assert np.array_equal(moved.order, rng.permutation(size))
     u = rng.random((size, 6), dtype=np.float32)
-    np.testing.assert_allclose(moved.u[:, :3] - 0.5, (u[:, :3] - 0.5) * [angle, shift, shift], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        moved.u[:, :3] - 0.5, (u[:, :3] - 0.5) * [angle, shift, shift], rtol=1e-5, atol=1e-6
+    )
     assert np.array_equal(moved.u[:, 3:], u[:, 3:])
     assert expected != (1.0, 1.0) or np.array_equal(moved.u, u), "to the bit"

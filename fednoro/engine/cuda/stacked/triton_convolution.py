@@ -1,7 +1,8 @@
 """Kernels that convolve the maps of many networks at once, each with its own weights.
 
-Every tensor has the networks first and channels last: maps are S×B×H×W×C, weights S×O×h×w×C. A network that is not
-`active` in this step is left alone; what its part of an output holds is undefined. `stacked_kernels` calls them.
+Every tensor has the networks first and channels last: maps are S×B×H×W×C, weights S×O×h×w×C. A
+network that is not `active` in this step is left alone; what its part of an output holds is
+undefined. `stacked_kernels` calls them.
 """
 # ruff: noqa: E741, N803
 
@@ -34,8 +35,15 @@ def forward(
         w += o[None, :] * (KH * KW * C) + (column * C + channel)[:, None]
         for i in range(KH):
             h, v = top + i, left[:, None] + column[None, :]
-            there = ((m < pixels) & (h >= 0) & (h < H))[:, None] & (column < KW)[None, :] & (v >= 0) & (v < W)
-            a = tl.load(x + (((n * H + h) * W + left) * FEW)[:, None] + q[None, :], mask=there, other=0.0)
+            there = (
+                ((m < pixels) & (h >= 0) & (h < H))[:, None]
+                & (column < KW)[None, :]
+                & (v >= 0)
+                & (v < W)
+            )
+            a = tl.load(
+                x + (((n * H + h) * W + left) * FEW)[:, None] + q[None, :], mask=there, other=0.0
+            )
             b = tl.load(w + i * KW * C, mask=weights, other=0.0)
             total = tl.dot(a, b, total)
     else:
@@ -45,11 +53,17 @@ def forward(
             t, c = part // (C // BK), part % (C // BK) * BK
             h, v = top + t // KW, left + t % KW
             there = (m < pixels) & (h >= 0) & (h < H) & (v >= 0) & (v < W)
-            a = tl.load(x + (((n * H + h) * W + v) * C + c)[:, None] + q[None, :], mask=there[:, None], other=0.0)
+            a = tl.load(
+                x + (((n * H + h) * W + v) * C + c)[:, None] + q[None, :],
+                mask=there[:, None],
+                other=0.0,
+            )
             b = tl.load(w + t * C + c)
             total = tl.dot(a, b, total)
     y += s * pixels * O
-    tl.store(y + m[:, None] * O + o[None, :], total.to(y.dtype.element_ty), mask=(m < pixels)[:, None])
+    tl.store(
+        y + m[:, None] * O + o[None, :], total.to(y.dtype.element_ty), mask=(m < pixels)[:, None]
+    )
 
 
 @triton.jit(do_not_specialize=SHAPE[:-1])
@@ -82,7 +96,9 @@ def to_input(
         b = tl.load(w + o * (KH * KW * C) + t * C)
         total = tl.dot(a, b, total)
     dx += s * pixels * C
-    tl.store(dx + m[:, None] * C + c[None, :], total.to(dx.dtype.element_ty), mask=(m < pixels)[:, None])
+    tl.store(
+        dx + m[:, None] * C + c[None, :], total.to(dx.dtype.element_ty), mask=(m < pixels)[:, None]
+    )
 
 
 @triton.jit(do_not_specialize=SHAPE)
@@ -113,15 +129,23 @@ def to_weights(
         if FEW:
             column = v[:, None] + (e // FEW)[None, :]
             inside = there[:, None] & (column >= 0) & (column < W) & (e // FEW < KW)[None, :]
-            b = tl.load(x + (((n * H + h) * W + v) * FEW)[:, None] + e[None, :], mask=inside, other=0.0)
+            b = tl.load(
+                x + (((n * H + h) * W + v) * FEW)[:, None] + e[None, :], mask=inside, other=0.0
+            )
         else:
             inside = (there & (v >= 0) & (v < W))[:, None]
-            b = tl.load(x + (((n * H + h) * W + v) * C)[:, None] + e[None, :], mask=inside, other=0.0)
+            b = tl.load(
+                x + (((n * H + h) * W + v) * C)[:, None] + e[None, :], mask=inside, other=0.0
+            )
         a = tl.load(dy + m[:, None] * O + o[None, :], mask=(m < pixels)[:, None], other=0.0)
         total = tl.dot(tl.trans(a), b, total)
     dw += s * dw_stride + split * O * KH * KW * C + o[:, None] * (KH * KW * C) + t * C
     if FEW:
         column, channel = e // FEW, e % FEW
-        tl.store(dw + (column * C + channel)[None, :], total, mask=((column < KW) & (channel < C))[None, :])
+        tl.store(
+            dw + (column * C + channel)[None, :],
+            total,
+            mask=((column < KW) & (channel < C))[None, :],
+        )
     else:
         tl.store(dw + e[None, :], total)

@@ -1,7 +1,8 @@
-"""Work of several clients that takes turns: each goes on until it asks for something, and waits for the answer.
+"""Work of several clients that takes turns: each goes on until it asks for
+something, and waits for the answer.
 
-Methods are plain functions, which are left in the middle and entered again by greenlets: threads could do that as well,
-but to wake one takes longer than what most clients do in their turn.
+Methods are plain functions, which are left in the middle and entered again by greenlets: threads
+could do that as well, but to wake one takes longer than what most clients do in their turn.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ class UnansweredError(Exception):
 
 
 class Turns:
-    """One client's work, which only runs while the others wait: their requests can be met together."""
+    """One client's work, which only runs while the others wait: their
+    requests can be met together.
+    """
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.request: Any = None
@@ -41,7 +44,8 @@ class Turns:
         self.request = None
         self._work.switch(answer)
         if self._work.dead:
-            self._work = None  # which would keep this object, and with it the result, until rubbish is collected
+            # which would keep this object, and with it the result, until rubbish is collected
+            self._work = None
 
     def cancel(self) -> None:
         """Ends the work: from now on nothing that it asks for is answered."""

@@ -1,13 +1,15 @@
-"""Several clients at a time on one GPU, stacked in one network or on lanes, with steps that are CUDA graphs.
+"""Several clients at a time on one GPU, stacked in one network or on lanes,
+with steps that are CUDA graphs.
 
-A client's step is hundreds of small kernels, and starting them one by one costs more than running them. Here a whole
-step (gather, forward, loss, backward, Adam) is captured once per loss and batch size and replayed from then on: all
-that changes from step to step, client to client or round to round is copied into fixed places that the graph reads.
-The host only queues replays, for one client after another; the GPU runs the lanes side by side, each with a stream of
-its own. Where clients can be stacked (`stack`), they meet at their training, and only what is left goes to lanes.
+A client's step is hundreds of small kernels, and starting them one by one costs more than running
+them. Here a whole step (gather, forward, loss, backward, Adam) is captured once per loss and batch
+size and replayed from then on: all that changes from step to step, client to client or round to
+round is copied into fixed places that the graph reads. The host only queues replays, for one client
+after another; the GPU runs the lanes side by side, each with a stream of its own. Where clients can
+be stacked (`stack`), they meet at their training, and only what is left goes to lanes.
 
-Images are prepared a block of batches at a time, because augmentation is some thirty kernels whatever the number of
-images. The last batch of an epoch has a graph of its own size.
+Images are prepared a block of batches at a time, because augmentation is some thirty kernels
+whatever the number of images. The last batch of an epoch has a graph of its own size.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,21 +26,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fednoro.core.training import Training
-from fednoro.core.types import Failure, FedNoRoWarning, IntArray, Reply, Task, Weights
+from fednoro.core.types import Failure, FedNoRoWarning, IntArray, Precision, Reply, Task, Weights
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.cpu import cut, windows
+from fednoro.engine.cuda.cuda_lane import CudaLane
+from fednoro.engine.cuda.cuda_site import CudaSite
+from fednoro.engine.cuda.graph_capture import EVALUATION_PIXELS, UnsuitableError
+from fednoro.engine.cuda.greenlet_turns import Turns, meet
+from fednoro.engine.cuda.reply_check import with_extents
+from fednoro.engine.cuda.stacked.client_stack import PREPARED, Stack
+from fednoro.engine.cuda.stacked.stacked_kernels import SLOTS
+from fednoro.engine.cuda.stacked.stacked_net import stackable
+from fednoro.engine.cuda.training_request import Request
 from fednoro.engine.eager import EagerEngine, EagerSite, failure
-from fednoro.engine.graphs import CudaLane
 from fednoro.engine.images import Images
-from fednoro.engine.programs import EVALUATION_PIXELS, Precision, UnsuitableError
-from fednoro.engine.request import Request
-from fednoro.engine.site import CudaSite
-from fednoro.engine.stack import PREPARED, Stack
-from fednoro.engine.stacked_kernels import SLOTS
-from fednoro.engine.stacked_net import stackable
-from fednoro.engine.streams import after, current, event, finish, release_memory, synchronize
-from fednoro.engine.turns import Turns, meet
+from fednoro.engine.streams import after, current, event, release_memory, synchronize
 from fednoro.methods import Method
 
 Answer = tuple[Reply | Failure, torch.cuda.Event | None]
@@ -49,7 +51,8 @@ LARGE = 128 * 128  # pixels
 STACKS = 2  # side by side
 LANES_BESIDE = 6  # for what its clients do alone
 STACKED_PIXELS = 320 * 320  # larger images gain nothing
-STACKED_COPIES = 6  # of a model that a stack holds: weights, their copy, gradient, Adam's moments, maps
+# of a model that a stack holds: weights, their copy, gradient, Adam's moments, maps
+STACKED_COPIES = 6
 STACKED_BYTES = 512  # for each pixel of a batch, in a ResNet-18
 
 
@@ -79,7 +82,8 @@ class CudaEngine(EagerEngine):
         self.device, self.seed, self.training, self.precision = device, seed, training, precision
         self.classes = len(dataset.classes)
         self._eager: EagerEngine | None = None  # what goes on where graphs cannot
-        self._counts: dict[int, tuple[Any, Tensor]] = {}  # by client: labels, and how many of each class they are
+        # by client: labels, and how many of each class they are
+        self._counts: dict[int, tuple[Any, Tensor]] = {}
         self.serve(clients)
         self.images = Images(dataset.images, inputs, training.augment, device)
         self.shape = (inputs, *dataset.images.shape[1:3])
@@ -89,7 +93,12 @@ class CudaEngine(EagerEngine):
         self.streams = LARGE_STREAMS if self.pixels > LARGE else STREAMS
         self.most = lanes or self.streams
         self._make = partial(
-            CudaLane, device=device, precision=precision, shape=self.shape, training=training, compiled=compiled
+            CudaLane,
+            device=device,
+            precision=precision,
+            shape=self.shape,
+            training=training,
+            compiled=compiled,
         )
         net = network()
         suitable = precision != "fp32" and training.batch > 1 and stackable(net, device)
@@ -99,7 +108,9 @@ class CudaEngine(EagerEngine):
         self._apart: set[Any] = set()  # kinds of step that cannot be stacked
         self._unmixed: set[Any] = set()  # and those that can, but not with others
         gains = self.lane.fused and self.pixels <= STACKED_PIXELS
-        self._stacking = suitable and ((gains and not compiled and lanes is None) if stacked is None else stacked)
+        self._stacking = suitable and (
+            (gains and not compiled and lanes is None) if stacked is None else stacked
+        )
         if self._stacking:
             self.most = LANES_BESIDE
 
@@ -127,7 +138,9 @@ class CudaEngine(EagerEngine):
         return f"cuda graphs on {self.most} streams of {self.device}, {self.precision}"
 
     def site(self, client: Client) -> EagerSite:
-        return CudaSite(self, self.lane, client) if self._eager is None else self._eager.site(client)
+        return (
+            CudaSite(self, self.lane, client) if self._eager is None else self._eager.site(client)
+        )
 
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
         """Each client's answer, in client order; a client that raises becomes a `Failure`."""
@@ -135,14 +148,16 @@ class CudaEngine(EagerEngine):
             self._widen(len(tasks))
         for window in self._windows(sorted(tasks)):
             answers = self._together(method, {k: tasks[k] for k in window})
-            # Clients in a stack are done at the same time; those on lanes are folded while others go on.
+            # Clients in a stack are done at the same time; those on lanes are
+            # folded while others go on.
             for part in [window] if self._stacking else [[k] for k in window]:
                 items, events = zip(*(answers.pop(k) for k in part), strict=True)
                 for done in filter(None, events):
                     torch.cuda.current_stream(self.device).wait_event(done)
-                replies = _looked_at(items, self.device)
+                replies = with_extents(items, self.device)
                 del items
-                yield from (replies.pop(0) for _ in part)  # one that is folded need not be held any longer
+                # one that is folded need not be held any longer
+                yield from (replies.pop(0) for _ in part)
 
     def _windows(self, clients: Sequence[int]) -> Iterator[Sequence[int]]:
         """Clients who are asked at a time."""
@@ -167,8 +182,14 @@ class CudaEngine(EagerEngine):
         """Queues the work of all clients; the events say when each one's answer is there."""
         for lane in self.lanes:
             after(lane.stream, current(self.device))
-        answers = self._stacked(method, tasks) if self._stacking and len(tasks) > 1 and self._eager is None else {}
-        queue = sorted(tasks.keys() - answers.keys(), key=lambda k: (-len(self.clients[k].index), k))
+        answers = (
+            self._stacked(method, tasks)
+            if self._stacking and len(tasks) > 1 and self._eager is None
+            else {}
+        )
+        queue = sorted(
+            tasks.keys() - answers.keys(), key=lambda k: (-len(self.clients[k].index), k)
+        )
         while queue and self._eager is None:
             answers |= self._in_lanes(method, {k: tasks[k] for k in queue})
             queue = [k for k in queue if k not in answers]
@@ -177,13 +198,17 @@ class CudaEngine(EagerEngine):
             answers[k] = next(self._eager.exchange(method, {k: tasks[k]})), None
         return answers
 
-    def _turns(self, method: Method, task: Task, client: int, lane: CudaLane, stacked: bool) -> Turns:
+    def _turns(
+        self, method: Method, task: Task, client: int, lane: CudaLane, stacked: bool
+    ) -> Turns:
         """A client's work that others can wait for, and be waited for by."""
         here = current(self.device)
 
         def work() -> Reply:
             with torch.cuda.stream(lane.stream):
-                return method.work(task, CudaSite(self, lane, self.clients[client], turns, here, stacked))
+                return method.work(
+                    task, CudaSite(self, lane, self.clients[client], turns, here, stacked)
+                )
 
         turns = Turns(work)
         return turns
@@ -192,15 +217,17 @@ class CudaEngine(EagerEngine):
         """What came of it; raises where the engine has to go on in another way."""
         if turns.error is None:
             return turns.result, event(lane.stream)
-        if isinstance(turns.error, (torch.OutOfMemoryError, UnsuitableError)) or not isinstance(turns.error, Exception):
+        if isinstance(turns.error, (torch.OutOfMemoryError, UnsuitableError)) or not isinstance(
+            turns.error, Exception
+        ):
             raise turns.error
         return failure(client, turns.error), event(lane.stream)
 
     def _in_lanes(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """The work of all clients, in the order of `tasks`, each in the next lane that is free.
 
-        A few steps of each are queued in turn: a lane that has all it can hold would keep the others from their work.
-        Ends early where the engine has to go on in another way.
+        A few steps of each are queued in turn: a lane that has all it can hold would keep the
+        others from their work. Ends early where the engine has to go on in another way.
         """
         answers: dict[int, Answer] = {}
         waiting, busy = list(tasks), dict[int, tuple[int, Turns]]()  # by lane
@@ -233,13 +260,22 @@ class CudaEngine(EagerEngine):
         return answers
 
     def _stacked(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
-        """The work of all clients, which meet wherever they are to be trained; who could not be served is left out."""
-        # Last batches of one size are one graph where they share a lane; of few sizes, one for each lane.
+        """The work of all clients, which meet wherever they are to be trained; who
+        could not be served is left out.
+        """
+        # Last batches of one size are one graph where they share a lane; of
+        # few sizes, one for each lane.
         rests = {k: len(self.clients[k].index) % self.training.batch for k in tasks}
         sizes = sorted(set(rests.values()))
-        places = map(sizes.index, rests.values()) if len(sizes) >= len(self.lanes) else range(len(rests))
-        lanes = {k: self.lanes[place % len(self.lanes)] for k, place in zip(rests, places, strict=True)}
-        everybody = {k: self._turns(method, task, k, lanes[k], stacked=True) for k, task in tasks.items()}
+        places = (
+            map(sizes.index, rests.values()) if len(sizes) >= len(self.lanes) else range(len(rests))
+        )
+        lanes = {
+            k: self.lanes[place % len(self.lanes)] for k, place in zip(rests, places, strict=True)
+        }
+        everybody = {
+            k: self._turns(method, task, k, lanes[k], stacked=True) for k, task in tasks.items()
+        }
         meet(list(everybody.values()), self._train)
         answers: dict[int, Answer] = {}
         for k, turns in everybody.items():
@@ -267,9 +303,16 @@ class CudaEngine(EagerEngine):
         for request in requests:
             step, *start = request.kind
             if step not in self._apart:
-                found.setdefault((step if step in self._unmixed else None, *start), []).append(request)
+                found.setdefault((step if step in self._unmixed else None, *start), []).append(
+                    request
+                )
         slots = self._slots()
-        return [party[i : i + slots] for party in found.values() if len(party) > 1 for i in range(0, len(party), slots)]
+        return [
+            party[i : i + slots]
+            for party in found.values()
+            if len(party) > 1
+            for i in range(0, len(party), slots)
+        ]
 
     def _train_stacked(self, requests: Sequence[Request]) -> None:
         """Answers those of the requests that can be answered so."""
@@ -280,7 +323,8 @@ class CudaEngine(EagerEngine):
                 if stack not in running and waiting:
                     party = waiting.pop(0)
                     running[stack] = party, stack.train(party, self.images)
-            for stack, (party, steps) in list(running.items()):  # in turn, so that the GPU has work from each
+            for stack, (party, steps) in list(running.items()):
+                # in turn, so that the GPU has work from each
                 try:
                     next(steps)
                     continue
@@ -291,13 +335,16 @@ class CudaEngine(EagerEngine):
                 except UnsuitableError as reason:
                     kinds = {request.kind[0] for request in party}
                     if len(kinds) > 1:
-                        synchronize(self.device)  # another party may have the same stack, and other lanes
+                        # another party may have the same stack, and other lanes
+                        synchronize(self.device)
                         self._unmixed |= kinds
                         waiting += self._parties(party)
                     else:
                         self._apart |= kinds
                         self.most = self.streams
-                        warnings.warn(f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2)
+                        warnings.warn(
+                            f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2
+                        )
                 except Exception:  # of one client: each by itself will show whose it is
                     pass
                 del running[stack]
@@ -308,14 +355,21 @@ class CudaEngine(EagerEngine):
         return self.stacks
 
     def _slots(self) -> int:
-        """How many clients are stacked: equal parts of all, as far as half of the GPU holds them."""
+        """How many clients are stacked: equal parts of all, as far
+        as half of the GPU holds them.
+        """
         if self.stacks:
             return self.stacks[0].slots
         held = SLOTS
         if self.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(self.device).total_memory // 2 - STACKS * PREPARED
+            memory = (
+                torch.cuda.get_device_properties(self.device).total_memory // 2 - STACKS * PREPARED
+            )
             images = self.training.batch * self.pixels * STACKED_BYTES
-            held = max(2, min(SLOTS, memory // (STACKS * (STACKED_COPIES * self.net.values.nbytes + images))))
+            held = max(
+                2,
+                min(SLOTS, memory // (STACKS * (STACKED_COPIES * self.net.values.nbytes + images))),
+            )
         return _equal_parts(max(2, len(self.clients)), held)
 
     def _train_alone(self, request: Request) -> Any:
@@ -351,7 +405,9 @@ class CudaEngine(EagerEngine):
         del self.lanes[1:]
         self.stacks, self._stacking = [], False
         release_memory()
-        warnings.warn(f"going on with the eager engine in fp32: {reason}", FedNoRoWarning, stacklevel=2)
+        warnings.warn(
+            f"going on with the eager engine in fp32: {reason}", FedNoRoWarning, stacklevel=2
+        )
         self._eager = EagerEngine(*self._given, images=self.images)
         self._eager.clients = self.clients
 
@@ -363,31 +419,6 @@ class CudaEngine(EagerEngine):
         if self._eager is not None:
             return self._eager.logits(weights, index)
         return super().logits(weights, index)
-
-
-def _looked_at(items: Sequence[Reply | Failure], device: torch.device) -> list[Reply | Failure]:
-    """The same with all numbers that the host wants to know: one transfer, because each is a wait for the GPU."""
-
-    def there(value: float | Tensor) -> TypeGuard[Tensor]:
-        return isinstance(value, Tensor) and value.ndim == 0 and value.device.type == device.type
-
-    def sound(weights: Weights | None) -> TypeGuard[Weights]:
-        return weights is not None and weights.values.numel() > 0 and weights.values.device.type == device.type
-
-    seen: list[Tensor] = []
-    for item in items:
-        if isinstance(item, Reply):
-            seen += [value.detach().view(1) for value in item.metrics.values() if there(value)]
-            seen += [item.weights.extent()] if sound(item.weights) else []
-    numbers = iter(torch.cat([values.double() for values in seen]).tolist() if seen else ())
-    finish(current(device))  # arrays are read on the host as well
-
-    def told(reply: Reply) -> Reply:
-        metrics = {name: next(numbers) if there(value) else value for name, value in reply.metrics.items()}
-        extent = (next(numbers), next(numbers), next(numbers)) if sound(reply.weights) else None
-        return replace(reply, metrics=metrics, extent=extent)
-
-    return [told(item) if isinstance(item, Reply) else item for item in items]
 
 
 def _equal_parts(count: int, most: int) -> int:

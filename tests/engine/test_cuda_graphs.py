@@ -1,4 +1,6 @@
-"""The engine for CUDA where it can be tried without a GPU: bfloat16, blocks of batches, and falling back."""
+"""The engine for CUDA where it can be tried without a GPU: bfloat16, blocks
+of batches, and falling back.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import fednoro.engine.graphs as graphs
+import fednoro.engine.cuda.cuda_lane as graphs
 import fednoro.engine.lane as lane
 from fednoro.core.training import Training
 from fednoro.core.types import FedNoRoWarning, Reply, Step, Task, Weights
-from fednoro.engine import CudaEngine, EagerEngine
-from fednoro.engine.half import Half
+from fednoro.engine.cuda.cuda_engine import CudaEngine
+from fednoro.engine.cuda.half_precision import Half
+from fednoro.engine.eager import EagerEngine
 from fednoro.methods import Method
 from fednoro.models import Packed
 
@@ -47,7 +50,9 @@ def test_batches_are_whole_but_for_the_last(size: int, batch: int) -> None:
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 4), st.integers(1, 5))
-def test_blocks_cover_all_batches_once_and_in_order_and_fit(size: int, batch: int, epochs: int, room: int) -> None:
+def test_blocks_cover_all_batches_once_and_in_order_and_fit(
+    size: int, batch: int, epochs: int, room: int
+) -> None:
     sizes = lane.batches(size, batch) * epochs
     blocks = list(lane.blocks(sizes, room * batch))
     assert [n for _, _, inside in blocks for n in inside] == sizes
@@ -65,7 +70,9 @@ def test_blocks_cover_all_batches_once_and_in_order_and_fit(size: int, batch: in
 
 
 class Tied(nn.Module):
-    """Convolution, normalisation, two layers with one weight, one weight that is also used as it is, one frozen."""
+    """Convolution, normalisation, two layers with one weight, one weight that is
+    also used as it is, one frozen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +107,9 @@ def norms(step: Step) -> Tensor:
     return cross_entropy(step) + 5 * dict(step.net.named_parameters())["fc.weight"].square().sum()
 
 
-def trained(kind: type[EagerEngine], build: Callable[[], nn.Module], loss: Any, **options: Any) -> tuple[Any, Weights]:
+def trained(
+    kind: type[EagerEngine], build: Callable[[], nn.Module], loss: Any, **options: Any
+) -> tuple[Any, Weights]:
     data, clients = federation(MIXED, SIDE)
     lab = kind(build, data, 1, TRAINING, SEED, CPU, clients, **options)
     task = Task("train", 0, Packed(build()).weights())
@@ -126,7 +135,8 @@ def test_gradients_in_bf16_are_the_eager_ones(build: Callable[[], nn.Module], lo
     reference, expected = trained(EagerEngine, build, loss)
     lab, found = trained(CudaEngine, build, loss, precision="bf16", lanes=1)
     plain, _ = trained(EagerEngine, build, cross_entropy)
-    # Adam gives tiny gradients whole steps: rounding turns some of them, and the pull follows where they went.
+    # Adam gives tiny gradients whole steps: rounding turns some of them, and the
+    # pull follows where they went.
     assert relative(mean_gradient(lab), mean_gradient(reference)) < 0.25
     if loss is not cross_entropy:  # the term counts: without it, the gradients would be others
         assert relative(mean_gradient(plain), mean_gradient(reference)) > 0.8
@@ -139,7 +149,9 @@ def test_gradients_in_bf16_are_the_eager_ones(build: Callable[[], nn.Module], lo
 
 
 @pytest.mark.parametrize("build", [network, tied])
-def test_a_loss_of_the_parameters_alone_loses_no_digits_in_bf16(build: Callable[[], nn.Module]) -> None:
+def test_a_loss_of_the_parameters_alone_loses_no_digits_in_bf16(
+    build: Callable[[], nn.Module],
+) -> None:
     def pull(step: Step) -> Tensor:
         pairs = zip(step.net.parameters(), step.anchor.parameters(), strict=True)
         return torch.stack([((w - 0.99 * w_g) ** 2).sum() for w, w_g in pairs]).sum()
@@ -157,11 +169,14 @@ def test_a_weight_that_a_loss_leaves_out_has_no_gradient_whatever_came_before() 
     data, clients = federation(MIXED, SIDE)
     for precision in ("fp32", "bf16"):
         lab, fresh = (
-            CudaEngine(network, data, 1, TRAINING, SEED, CPU, clients, precision=precision, lanes=1) for _ in range(2)
+            CudaEngine(network, data, 1, TRAINING, SEED, CPU, clients, precision=precision, lanes=1)
+            for _ in range(2)
         )
         task = Task("train", 0, Packed(network()).weights())
         lab.site(lab.clients[4]).train(task, cross_entropy, {})
-        after, alone = (one.site(one.clients[4]).train(task, features_only, {})[0] for one in (lab, fresh))
+        after, alone = (
+            one.site(one.clients[4]).train(task, features_only, {})[0] for one in (lab, fresh)
+        )
         assert same(after, alone), precision
 
 
@@ -174,7 +189,13 @@ def test_a_network_in_bf16_shows_its_float32_weights_and_computes_as_autocast_do
     assert dict(half.named_parameters()).keys() == dict(packed.net.named_parameters()).keys()
     for own, original in zip(half.parameters(), packed.net.parameters(), strict=True):
         assert own is original and own.dtype == torch.float32
-    x = torch.randn(6, 3 if build is three_channels else 1, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        6,
+        3 if build is three_channels else 1,
+        SIDE,
+        SIDE,
+        generator=torch.Generator().manual_seed(0),
+    )
     for _ in range(2):
         for train in (False, True):
             half.train(train)
@@ -186,11 +207,15 @@ def test_a_network_in_bf16_shows_its_float32_weights_and_computes_as_autocast_do
                 packed.load(before)
                 expected = packed.net(x).float()
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
-            assert same(moved, packed.weights()), "running statistics and counters are the network's own"
+            assert same(moved, packed.weights()), (
+                "running statistics and counters are the network's own"
+            )
             assert torch.equal(moved.values, before.values) != train
         packed.values[: packed.trainable].add_(0.5)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            assert not torch.allclose(half.train(False)(x).float(), packed.net.eval()(x).float(), atol=2e-2)
+            assert not torch.allclose(
+                half.train(False)(x).float(), packed.net.eval()(x).float(), atol=2e-2
+            )
         half.refresh()
 
 
@@ -214,7 +239,9 @@ def test_network_and_anchor_of_a_step_have_the_same_parts(precision: Any) -> Non
 
     def loss(step: Step) -> Tensor:
         for what in ("parameters", "buffers"):
-            ours, theirs = (dict(getattr(net, f"named_{what}")()) for net in (step.net, step.anchor))
+            ours, theirs = (
+                dict(getattr(net, f"named_{what}")()) for net in (step.net, step.anchor)
+            )
             seen.append(what)
             assert ours.keys() == theirs.keys()
             assert all(ours[name].shape == theirs[name].shape for name in ours)
@@ -227,10 +254,16 @@ def test_network_and_anchor_of_a_step_have_the_same_parts(precision: Any) -> Non
 def test_a_client_that_diverged_leaves_nothing_behind() -> None:
     data, clients = federation(MIXED, SIDE)
     for precision in ("fp32", "bf16"):
-        lab = CudaEngine(network, data, 1, TRAINING, SEED, CPU, clients, precision=precision, lanes=1)
+        lab = CudaEngine(
+            network, data, 1, TRAINING, SEED, CPU, clients, precision=precision, lanes=1
+        )
         task, site = Task("train", 0, Packed(network()).weights()), lab.site(lab.clients[0])
         expected = site.train(task, cross_entropy, {})[0]
-        assert site.train(task, lambda step: step.net(step.x).sum() * torch.nan, {})[0].values.isnan().any()
+        assert (
+            site.train(task, lambda step: step.net(step.x).sum() * torch.nan, {})[0]
+            .values.isnan()
+            .any()
+        )
         assert same(site.train(task, cross_entropy, {})[0], expected)
 
 
@@ -257,9 +290,21 @@ def out_of_memory(times: int) -> list[Exception]:
     ("errors", "lanes", "says"),
     [
         (out_of_memory(1), 2, ["ran out: going on with 2 streams"]),
-        (out_of_memory(2), 1, ["ran out: going on with 2 streams", "ran out: going on with 1 streams"]),
-        (out_of_memory(3), 1, ["2 streams", "1 streams", "eager engine in fp32: the GPU has too little memory"]),
-        ([graphs.UnsuitableError("it draws random numbers")], 1, ["eager engine in fp32: it draws random numbers"]),
+        (
+            out_of_memory(2),
+            1,
+            ["ran out: going on with 2 streams", "ran out: going on with 1 streams"],
+        ),
+        (
+            out_of_memory(3),
+            1,
+            ["2 streams", "1 streams", "eager engine in fp32: the GPU has too little memory"],
+        ),
+        (
+            [graphs.UnsuitableError("it draws random numbers")],
+            1,
+            ["eager engine in fp32: it draws random numbers"],
+        ),
     ],
     ids=["out of memory once", "twice", "always", "unsuitable"],
 )
@@ -275,7 +320,9 @@ def test_trouble_with_the_gpu_means_fewer_streams_then_eager_and_the_same_answer
     messages = [str(one.message) for one in warned]
     assert len(messages) == len(says) and all(a in b for a, b in zip(says, messages, strict=True))
     assert len(lab.lanes) == lanes
-    assert lab.describe() == ("eager on cpu" if "eager" in says[-1] else f"cuda graphs on {lanes} streams of cpu, fp32")
+    assert lab.describe() == (
+        "eager on cpu" if "eager" in says[-1] else f"cuda graphs on {lanes} streams of cpu, fp32"
+    )
     index = np.arange(20)
     for _ in range(2):  # and in the round after
         for one, other in zip(found, reference.exchange(Method(), asked), strict=True):
@@ -285,4 +332,6 @@ def test_trouble_with_the_gpu_means_fewer_streams_then_eager_and_the_same_answer
             assert torch.equal(one.weights.counters, other.weights.counters)
         found = list(lab.exchange(Method(), asked))
     start = asked[0].weights
-    torch.testing.assert_close(lab.logits(start, index), reference.logits(start, index), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        lab.logits(start, index), reference.logits(start, index), rtol=0, atol=1e-6
+    )

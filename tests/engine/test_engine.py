@@ -19,7 +19,7 @@ from fednoro.core.training import Augment, Training
 from fednoro.core.types import Failure, Reply, Step, Task, Weights
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
-from fednoro.engine import EagerEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.engine.images import DRAWS, Images
 from fednoro.methods import FedNoRo, Method
 from fednoro.models import Cnn, Model, Packed, Resnet18, initialise
@@ -30,7 +30,9 @@ SEED, CLASSES = 7, 3
 AUGMENT = Augment(rotate=15, translate=0.1, flip=True)
 SHORT = Training(batch=4, lr=1e-3, augment=AUGMENT)
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no CUDA device"
+)
 
 
 def dataset(n: int = 40, side: int = 8, channels: int = 3) -> Dataset:
@@ -76,7 +78,12 @@ def same(a: Weights, b: Weights) -> bool:
 
 
 def slow_training(
-    engine: EagerEngine, data: Dataset, task: Task, client: Client, inputs: int, loss: Callable[[Step], Tensor]
+    engine: EagerEngine,
+    data: Dataset,
+    task: Task,
+    client: Client,
+    inputs: int,
+    loss: Callable[[Step], Tensor],
 ) -> tuple[dict[str, Tensor], float]:
     """Local epochs as one would write them down: a plain copy of the network, a plain optimizer."""
     net = copy.deepcopy(engine.net.net)
@@ -84,7 +91,11 @@ def slow_training(
     anchor = copy.deepcopy(net).eval()
     options = engine.training
     optimizer = torch.optim.Adam(
-        net.parameters(), lr=options.lr, betas=(0.9, 0.999), weight_decay=options.weight_decay, foreach=False
+        net.parameters(),
+        lr=options.lr,
+        betas=(0.9, 0.999),
+        weight_decay=options.weight_decay,
+        foreach=False,
     )
     rng = generator(engine.seed, task.name, task.round, client.id)
     pixels = Images(data.images, inputs, options.augment, CPU)
@@ -145,15 +156,26 @@ class Recorder:
 @pytest.mark.parametrize("loss", [cross_entropy, towards_the_anchor])
 @pytest.mark.parametrize(
     ("model", "side", "channels", "batch", "epochs", "tolerance"),
-    # Adam divides by gradients that are almost 0 for some of 11 million weights: their rounding is seen there.
+    # Adam divides by gradients that are almost 0 for some of 11 million weights:
+    # their rounding is seen there.
     [(CNN, 8, 1, 4, 3, 1e-6), (CNN, 9, 3, 5, 2, 1e-6), (Resnet18(), 32, 1, 5, 1, 1e-4)],
     ids=["small cnn, grey", "small cnn, rgb", "resnet18, grey"],
 )
 def test_local_training_is_what_a_plain_loop_with_adam_gives(
-    loss: Callable[[Step], Tensor], model: Model, side: int, channels: int, batch: int, epochs: int, tolerance: float
+    loss: Callable[[Step], Tensor],
+    model: Model,
+    side: int,
+    channels: int,
+    batch: int,
+    epochs: int,
+    tolerance: float,
 ) -> None:
     data = dataset(20, side, channels)
-    lab = engine(data, model, Training(batch=batch, epochs=epochs, lr=3e-4, weight_decay=5e-4, augment=AUGMENT))
+    lab = engine(
+        data,
+        model,
+        Training(batch=batch, epochs=epochs, lr=3e-4, weight_decay=5e-4, augment=AUGMENT),
+    )
     task, client = Task("train", 2, start(lab)), lab.clients[1]
     weights, mean_loss = lab.site(client).train(task, loss, {})
     expected, expected_loss = slow_training(lab, data, task, client, model.inputs(channels), loss)
@@ -348,7 +370,9 @@ def test_the_received_weights_are_not_written_to() -> None:
 
 @pytest.mark.parametrize("side", [8, 32])
 @pytest.mark.parametrize("model", [CNN, Resnet18()], ids=["cnn", "resnet18"])
-def test_a_client_of_one_image_trains_without_touching_running_statistics(model: Model, side: int) -> None:
+def test_a_client_of_one_image_trains_without_touching_running_statistics(
+    model: Model, side: int
+) -> None:
     data = dataset(20, side, 1)
     lab = engine(data, model)
     task = Task("train", 0, start(lab))
@@ -379,7 +403,8 @@ def test_one_image_left_over_is_trained_on_with_the_running_statistics(model: Mo
     (sizes, (first, alone, second, last)) = zip(*statistics, strict=True)
     assert sizes == (4, 1, 4, 1)
     assert torch.equal(first, alone)
-    assert not torch.equal(alone, second)  # batches of more than one image go back to their own statistics
+    # batches of more than one image go back to their own statistics
+    assert not torch.equal(alone, second)
     assert torch.equal(second, last)
     assert torch.equal(weights.counters, task.weights.counters + 2)
 
@@ -424,7 +449,9 @@ def test_logits_on_augmented_images_differ_but_are_reproducible() -> None:
     other = elsewhere.site(elsewhere.clients[1])
     assert torch.equal(other.logits(task, task.weights, augment=True), first)
     lab.evaluation_batch = 3  # each image keeps its own uniforms
-    torch.testing.assert_close(site.logits(task, task.weights, augment=True), first, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        site.logits(task, task.weights, augment=True), first, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_logits_follow_the_weights_they_are_asked_for_even_after_training() -> None:
@@ -467,7 +494,9 @@ def test_clients_answer_in_their_order_and_a_failing_one_is_reported() -> None:
         assert isinstance(answer, Reply)
         assert answer.weights is not None
         assert answer.size == 10
-        alone, loss = lab.site(lab.clients[answer.client]).train(Task("train", 0, weights), Method().loss, {})
+        alone, loss = lab.site(lab.clients[answer.client]).train(
+            Task("train", 0, weights), Method().loss, {}
+        )
         assert same(answer.weights, alone)
         assert answer.metrics == {"loss": loss}
 
@@ -491,10 +520,12 @@ def test_training_on_cuda_is_close_to_the_cpu_and_bit_identical_to_itself(model:
     # As another engine may have left them: TF32 keeps three digits. The engine takes them back.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     data, cuda = dataset(20, 32), torch.device("cuda")
-    # ResNet-18 takes one step of ten images: with fewer, its last 1×1 maps turn the last digit of a weight into
-    # tenths of the result, on the CPU alone as well.
+    # ResNet-18 takes one step of ten images: with fewer, its last 1×1 maps turn the last digit of a
+    # weight into tenths of the result, on the CPU alone as well.
     training = Training(batch=4 if model is CNN else 10, lr=1e-3, augment=AUGMENT)
-    on_cpu, on_cuda, again = (engine(data, model, training, device=device) for device in (CPU, cuda, cuda))
+    on_cpu, on_cuda, again = (
+        engine(data, model, training, device=device) for device in (CPU, cuda, cuda)
+    )
     here = start(on_cpu)
     there = Weights(here.values.to(cuda), here.counters.to(cuda), here.segments)
 
@@ -511,10 +542,17 @@ def test_training_on_cuda_is_close_to_the_cpu_and_bit_identical_to_itself(model:
     assert same(received, repeated)
     assert torch.equal(received.counters.cpu(), expected.counters)
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
-    there_mean, here_mean = (torch.cat([m.flatten() for m in lab.lane.adam.means]) for lab in (on_cuda, on_cpu))
-    # Of the gradients. A ReLU whose input is 0 but for its last digits opens on one device and not on the other.
-    assert distance(there_mean, here_mean) < (1e-4 if model is CNN else 1e-2) * float(here_mean.norm())
-    assert distance(received.values, expected.values) < 1e-2 * distance(expected.values, here.values)
+    there_mean, here_mean = (
+        torch.cat([m.flatten() for m in lab.lane.adam.means]) for lab in (on_cuda, on_cpu)
+    )
+    # Of the gradients. A ReLU whose input is 0 but for its last digits opens on one
+    # device and not on the other.
+    assert distance(there_mean, here_mean) < (1e-4 if model is CNN else 1e-2) * float(
+        here_mean.norm()
+    )
+    assert distance(received.values, expected.values) < 1e-2 * distance(
+        expected.values, here.values
+    )
     logits = on_cuda.logits(there, np.arange(20)).cpu()
     torch.testing.assert_close(logits, on_cpu.logits(here, np.arange(20)), rtol=1e-4, atol=1e-4)
 

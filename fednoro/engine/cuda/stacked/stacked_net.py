@@ -1,4 +1,6 @@
-"""Many ResNets of one shape as one network: their weights are the rows of a matrix, and their maps lie side by side."""
+"""Many ResNets of one shape as one network: their weights are the rows of a matrix, and
+their maps lie side by side.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fednoro.engine.programs import UnsuitableError
-from fednoro.engine.stacked_kernels import COLUMNS
-from fednoro.engine.stacked_ops import Convolve, Kernel, Norm, Normalise, Place, pool
+from fednoro.engine.cuda.graph_capture import UnsuitableError
+from fednoro.engine.cuda.stacked.stacked_kernels import COLUMNS
+from fednoro.engine.cuda.stacked.stacked_ops import Convolve, Kernel, Norm, Normalise, Place, pool
 from fednoro.engine.streams import Aside
 from fednoro.models import Packed
 from fednoro.models.networks import BasicBlock, Bottleneck, Convolution, ResNet
@@ -20,32 +22,64 @@ ALIGNED = 64  # entries: rows begin where the GPU reads fastest
 
 
 def stackable(net: nn.Module, device: torch.device) -> bool:
-    """Whether `StackedNet` can stand for this network: a ResNet, all of it trained, in the kernels' units on a GPU."""
+    """Whether `StackedNet` can stand for this network: a ResNet, all of it trained, in
+    the kernels' units on a GPU.
+    """
     kind: Any = type(net)
-    if not isinstance(net, ResNet) or (kind.forward, kind.features) != (ResNet.forward, ResNet.features):
+    if not isinstance(net, ResNet) or (kind.forward, kind.features) != (
+        ResNet.forward,
+        ResNet.features,
+    ):
         return False
-    if not all(p.requires_grad for p in net.parameters()) or type(net.fc) is not nn.Linear or net.fc.bias is None:
+    if (
+        not all(p.requires_grad for p in net.parameters())
+        or type(net.fc) is not nn.Linear
+        or net.fc.bias is None
+    ):
         return False
     pool: Any = net.maxpool
-    if type(pool) is not nn.MaxPool2d or (pool.kernel_size, pool.stride, pool.padding, pool.ceil_mode) != (3, 2, 1, 0):
+    if type(pool) is not nn.MaxPool2d or (
+        pool.kernel_size,
+        pool.stride,
+        pool.padding,
+        pool.ceil_mode,
+    ) != (3, 2, 1, 0):
         return False
     layers = [net.layer1, net.layer2, net.layer3, net.layer4]
     blocks = [block for layer in layers for block in layer.children()]
     known = type(net.bn1), type(net.conv1), *map(type, layers), *map(type, blocks)
-    if not set(known) <= {nn.BatchNorm2d, Convolution, nn.Conv2d, nn.Sequential, BasicBlock, Bottleneck}:
+    if not set(known) <= {
+        nn.BatchNorm2d,
+        Convolution,
+        nn.Conv2d,
+        nn.Sequential,
+        BasicBlock,
+        Bottleneck,
+    }:
         return False
     return all(_usual(module, device) for module in net.modules())
 
 
 def _usual(module: nn.Module, device: torch.device) -> bool:
-    """Whether a layer does no more than the stacked one; on a GPU its channels come in the kernels' units as well."""
+    """Whether a layer does no more than the stacked one; on a GPU its channels come
+    in the kernels' units as well.
+    """
     if isinstance(module, nn.BatchNorm2d):
         width = module.num_features
         whole = device.type != "cuda" or width == COLUMNS or width % (2 * COLUMNS) == 0
-        return whole and module.affine and module.track_running_stats and module.momentum is not None
+        return (
+            whole and module.affine and module.track_running_stats and module.momentum is not None
+        )
     if isinstance(module, nn.Conv2d):
-        square = all(len(set(pair)) == 1 for pair in (module.kernel_size, module.stride, module.padding))
-        plain = (module.groups, module.dilation, module.padding_mode, module.bias) == (1, (1, 1), "zeros", None)
+        square = all(
+            len(set(pair)) == 1 for pair in (module.kernel_size, module.stride, module.padding)
+        )
+        plain = (module.groups, module.dilation, module.padding_mode, module.bias) == (
+            1,
+            (1, 1),
+            "zeros",
+            None,
+        )
         return square and plain and type(module) in (nn.Conv2d, Convolution)
     return True
 
@@ -57,16 +91,23 @@ class StackedNet:
         self.packed, self.net, self.slots = packed, packed.net, slots
         device, width = packed.values.device, -(-len(packed.values) // ALIGNED) * ALIGNED
         self.values = torch.zeros((slots, width), device=device)
-        self.low = self.values if dtype == torch.float32 else torch.zeros_like(self.values, dtype=dtype)
+        self.low = (
+            self.values if dtype == torch.float32 else torch.zeros_like(self.values, dtype=dtype)
+        )
         self.gradient = torch.zeros_like(self.low)  # as PyTorch's own layers of this type have them
-        self.direct: Tensor | None = None  # gradients of what a loss says of the weights themselves, in float32
+        # gradients of what a loss says of the weights themselves, in float32
+        self.direct: Tensor | None = None
         self.active = torch.zeros(slots, dtype=torch.int32, device=device)
         self.calls = 0
-        tensors = zip(packed.tensors, *(self.views_of(m) for m in (self.values, self.low, self.gradient)), strict=True)
+        tensors = zip(
+            packed.tensors,
+            *(self.views_of(m) for m in (self.values, self.low, self.gradient)),
+            strict=True,
+        )
         views = {id(tensor): parts for tensor, *parts in tensors}
         names = {id(tensor): name for name, tensor in packed.net.named_parameters()}
-        # What a loss looks at, and what the layers use: gradients of either kind are added up. By .data, because an
-        # update of running statistics, in the same memory, is none of these.
+        # What a loss looks at, and what the layers use: gradients of either kind are added up. By
+        # .data, because an update of running statistics, in the same memory, is none of these.
         self.leaves = {name: views[key][0].data.requires_grad_() for key, name in names.items()}
         self.handles = {name: views[key][1].data.requires_grad_() for key, name in names.items()}
         self.places = {name: Place(views[key][2]) for key, name in names.items()}
@@ -78,7 +119,9 @@ class StackedNet:
             if isinstance(module, nn.Conv2d):
                 name = own["weight"]
                 stride, pad = int(module.stride[0]), int(module.padding[0])
-                self._kernels[id(module)] = Kernel(self.handles[name], self.places[name], stride, pad, self._aside)
+                self._kernels[id(module)] = Kernel(
+                    self.handles[name], self.places[name], stride, pad, self._aside
+                )
             elif isinstance(module, nn.BatchNorm2d):
                 gamma, beta = own["weight"], own["bias"]
                 assert module.momentum is not None
@@ -110,7 +153,12 @@ class StackedNet:
         self.calls += 1
         net: Any = self.net
         with torch.autocast(x.device.type, enabled=False):
-            y = self._norm(net.bn1, self._convolve(net.conv1, x.permute(0, 1, 3, 4, 2).contiguous()), None, True)
+            y = self._norm(
+                net.bn1,
+                self._convolve(net.conv1, x.permute(0, 1, 3, 4, 2).contiguous()),
+                None,
+                True,
+            )
             y = pool(y, self.active)
             for layer in (net.layer1, net.layer2, net.layer3, net.layer4):
                 for block in layer:
@@ -150,7 +198,9 @@ class StackedNet:
     # Backward
 
     def collect(self, loss: Tensor) -> Tensor | None:
-        """Puts the gradients of `loss` into `gradient`, and what has to be added to them is returned."""
+        """Puts the gradients of `loss` into `gradient`, and what has to
+        be added to them is returned.
+        """
         for place in self.places.values():
             place.taken = False
         wanted = [*self.handles.values(), *self.leaves.values()]
@@ -186,17 +236,24 @@ class Lift(Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, function: Any) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, function: Any
+    ) -> tuple[Tensor, int]:
         where = in_dims[0]
         x = x.expand(info.batch_size, *x.shape) if where is None else x.movedim(where, 0)
         return function(x), 0
 
 
 class OneOfMany(nn.Module):
-    """The stack as a loss sees it inside `vmap`: one network; its outputs on a step's images may be known already."""
+    """The stack as a loss sees it inside `vmap`: one network; its outputs on a step's
+    images may be known already.
+    """
 
     def __init__(
-        self, nets: StackedNet, parameters: Sequence[Tensor], known: tuple[Tensor, Tensor] | None = None
+        self,
+        nets: StackedNet,
+        parameters: Sequence[Tensor],
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__()
         named = dict(zip(nets.leaves, parameters, strict=True))
@@ -220,7 +277,9 @@ class OneOfMany(nn.Module):
         return Lift.apply(features, vars(self)["_nets"].fc)  # type: ignore[no-untyped-call]
 
     def check_asked(self) -> None:
-        """Where the outputs were known before: that they were asked for once, as if they had been computed."""
+        """Where the outputs were known before: that they were asked for once,
+        as if they had been computed.
+        """
         if vars(self)["_known"] is not None and vars(self)["_asked"] != 1:
             raise UnsuitableError(f"the loss asks the network {vars(self)['_asked']} times")
 

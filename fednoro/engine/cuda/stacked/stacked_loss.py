@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fednoro.core.types import Step
-from fednoro.engine.anchor import Anchor
-from fednoro.engine.programs import Precision, Program, autocast
-from fednoro.engine.stacked_net import Lift, OneOfMany, StackedNet
+from fednoro.core.types import Precision, Step
+from fednoro.engine.cuda.cached_anchor import Anchor
+from fednoro.engine.cuda.graph_capture import Program, autocast
+from fednoro.engine.cuda.stacked.stacked_net import Lift, OneOfMany, StackedNet
 
 
 def losses(
@@ -30,7 +30,8 @@ def losses(
         program: the loss, and where its inputs are.
         nets: the networks that are trained.
         anchor: the network that all of them have started from.
-        common: what every loss reads: x, y, index and parameters, S×…; logits where they are known already.
+        common: what every loss reads: x, y, index and parameters, S×…; logits
+            where they are known already.
         mine: a step's rows of what has been prepared, S×B×…
         active: S, those for whom a change of `aux` stays.
         precision: of the computation.
@@ -51,10 +52,21 @@ def losses(
 
     def one(given: Mapping[str, Any]) -> Tensor:
         x = given["x"]
-        net = OneOfMany(nets, given["parameters"], (x, given["logits"]) if "logits" in given else None)
+        net = OneOfMany(
+            nets, given["parameters"], (x, given["logits"]) if "logits" in given else None
+        )
         received = Anchor(_Teacher(anchor, teacher), x, given["known"].get("anchored"))
         value = program.loss(
-            Step(net, received, x, given["y"], given["index"], given["aux"], given["u"], given["rows"])
+            Step(
+                net,
+                received,
+                x,
+                given["y"],
+                given["index"],
+                given["aux"],
+                given["u"],
+                given["rows"],
+            )
         )
         net.check_asked()
         return value
@@ -71,10 +83,12 @@ def losses(
 
 
 def only(given: Mapping[str, Any], theirs: Tensor, active: Tensor) -> dict[str, Any]:
-    """What one of several kinds of loss reads: for clients whose it is not, nothing that could do any harm.
+    """What one of several kinds of loss reads: for clients whose it is not,
+    nothing that could do any harm.
 
-    It is computed for them all the same. Their outputs are 0 to it, and their labels and positions, which may be beyond
-    what a client with this loss has, 0 as well; and no gradient comes back, be it NaN, to their outputs or weights.
+    It is computed for them all the same. Their outputs are 0 to it, and their labels and positions,
+    which may be beyond what a client with this loss has, 0 as well; and no gradient comes back, be
+    it NaN, to their outputs or weights.
     """
     index, y = (torch.where((active & theirs)[:, None], given[name], 0) for name in ("index", "y"))
     logits = torch.where(theirs[:, None, None], given["logits"], 0)
@@ -97,7 +111,9 @@ class _Only(Function):
 
 
 class _Teacher(nn.Module):
-    """The anchor's network inside `vmap`: it is the same for everybody, so all images go through it together."""
+    """The anchor's network inside `vmap`: it is the same for everybody, so all
+    images go through it together.
+    """
 
     def __init__(self, net: Any, together: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

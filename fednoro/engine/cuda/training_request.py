@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fednoro.core.types import Step, Task, Weights
 from fednoro.data.client import Client
-from fednoro.engine.graphs import CudaLane
+from fednoro.engine.cuda.cuda_lane import CudaLane
+from fednoro.engine.cuda.graph_capture import Inputs, kind_of_step
 from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.lane import Epoch, batches
-from fednoro.engine.programs import Inputs, kind_of_step
 
 
 @dataclass
@@ -30,7 +30,8 @@ class Request:
     rows: Mapping[str, Tensor]
     epochs: Sequence[Epoch]
     lane: CudaLane  # for what it does alone
-    answer: tuple[Weights, Tensor] | None = None  # trained weights and mean loss: queued, not yet there
+    # trained weights and mean loss: queued, not yet there
+    answer: tuple[Weights, Tensor] | None = None
 
     @property
     def kind(self) -> Any:
@@ -45,15 +46,23 @@ class Request:
     def inputs(self) -> Inputs:
         """What a lane reads, on its way to the GPU."""
         lane, draws = self.lane, DRAWS + self.draws
-        order = np.concatenate([e.order for e in self.epochs]) if self.epochs else np.empty(0, np.int64)
-        u = np.concatenate([e.u for e in self.epochs]) if self.epochs else np.empty((0, draws), np.float32)
+        order = (
+            np.concatenate([e.order for e in self.epochs]) if self.epochs else np.empty(0, np.int64)
+        )
+        u = (
+            np.concatenate([e.u for e in self.epochs])
+            if self.epochs
+            else np.empty((0, draws), np.float32)
+        )
         sizes = batches(self.size, lane.training.batch) * len(self.epochs)
         with torch.cuda.stream(lane.stream):
             labels = self.client.labels.cpu().numpy()
             where, y, order_there, u_there = map(lane.upload, (self.client.index, labels, order, u))
         return Inputs(where, y, order_there, u_there, self.rows, self.aux, sizes)
 
-    def train_alone(self, images: Images, pause: Callable[[], Any] = lambda: None) -> tuple[Weights, Tensor]:
+    def train_alone(
+        self, images: Images, pause: Callable[[], Any] = lambda: None
+    ) -> tuple[Weights, Tensor]:
         """In its lane; `pause` is called between steps."""
         lane, data = self.lane, self.inputs()
         with torch.cuda.stream(lane.stream):

@@ -12,18 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fednoro.core.types import FloatArray, Step, Task, Weights
+from fednoro.engine.cuda.cuda_lane import CudaLane
+from fednoro.engine.cuda.greenlet_turns import Turns
+from fednoro.engine.cuda.training_request import Request
 from fednoro.engine.eager import EagerSite
-from fednoro.engine.graphs import CudaLane
 from fednoro.engine.lane import schedule
-from fednoro.engine.request import Request
-from fednoro.engine.turns import Turns
 
 ASKED = 256  # images of a client in one batch without gradients
 
 
 @dataclass
 class CudaSite(EagerSite):
-    """One client's data on the GPU. Its work is queued on the lane's stream, and not yet done when a call returns."""
+    """One client's data on the GPU. Its work is queued on the lane's stream, and not
+    yet done when a call returns.
+    """
 
     lane: CudaLane
     turns: Turns | None = None  # where others work meanwhile,
@@ -35,13 +37,17 @@ class CudaSite(EagerSite):
         return self.lane.upload(self.data.labels.cpu().numpy())
 
     def _batches(self, array: NDArray[Any]) -> Sequence[Tensor]:
-        """All of one size: cuDNN plans for every other, which takes longer than the images themselves."""
+        """All of one size: cuDNN plans for every other, which takes
+        longer than the images themselves.
+        """
         size = min(ASKED, self.engine.evaluation_batch)
         more = [(0, -len(array) % size), *[(0, 0)] * (array.ndim - 1)]
         return torch.split(self.engine.upload(np.pad(array, more, mode="edge")), size)
 
     def to_array(self, tensor: Tensor) -> FloatArray:
-        """A tensor for `Reply.arrays`, copied when the lane gets there: to wait for it would keep other lanes idle."""
+        """A tensor for `Reply.arrays`, copied when the lane gets there: to wait for it
+        would keep other lanes idle.
+        """
         if self.lane.device.type != "cuda":
             return super().to_array(tensor)
         place = torch.empty(tensor.shape, dtype=torch.float64, pin_memory=True)
@@ -59,7 +65,9 @@ class CudaSite(EagerSite):
         """See `EagerSite.train`."""
         options = self.engine.training
         count = options.epochs if epochs is None else epochs
-        drawn = list(schedule(self.engine.seed, task, self.client, self.size, draws, count, options.augment))
+        drawn = list(
+            schedule(self.engine.seed, task, self.client, self.size, draws, count, options.augment)
+        )
         request = Request(task, self.data, loss, aux, draws, rows or {}, drawn, self.lane)
         if self.stacked:
             return self._ask(request)  # type: ignore[no-any-return]

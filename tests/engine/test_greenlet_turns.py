@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from fednoro.engine.turns import Turns, UnansweredError, meet
+from fednoro.engine.cuda.greenlet_turns import Turns, UnansweredError, meet
 
 
 def adding(numbers: Sequence[int], log: list[str], name: str) -> Turns:
@@ -46,7 +46,10 @@ def test_requests_of_all_who_wait_are_met_together_and_nobody_runs_beside_anothe
 def test_an_exception_as_an_answer_is_raised_where_it_was_asked_for() -> None:
     log: list[str] = []
     a, b = adding([1], log, "a"), adding([2, 3], log, "b")
-    meet([a, b], lambda requests: [ValueError("no") if request == 1 else request for request in requests])
+    meet(
+        [a, b],
+        lambda requests: [ValueError("no") if request == 1 else request for request in requests],
+    )
     assert isinstance(a.error, ValueError) and a.result is None
     assert b.result == 5 and b.error is None
 

@@ -1,12 +1,12 @@
 """A stack: clients that are trained together, one batch of each per step.
 
-Their networks are the rows of one matrix (`StackedNet`), so a step is a few large operations in place of many small
-ones. Whoever has no more batches is skipped by the kernels. The last, smaller batch of an epoch is each client's own,
-in a lane.
+Their networks are the rows of one matrix (`StackedNet`), so a step is a few large operations in
+place of many small ones. Whoever has no more batches is skipped by the kernels. The last, smaller
+batch of an epoch is each client's own, in a lane.
 
-Clients may have several kinds of loss. The networks are asked once for everybody; then each loss is computed for all,
-and counts for those whose it is. Losses that ask for more than a network's outputs on the step's own images cannot be
-mixed.
+Clients may have several kinds of loss. The networks are asked once for everybody; then each loss is
+computed for all, and counts for those whose it is. Losses that ask for more than a network's
+outputs on the step's own images cannot be mixed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from torch import Tensor
 
 from fednoro.core.training import Training
 from fednoro.core.types import IntArray, Weights
-from fednoro.engine import stacked_kernels
-from fednoro.engine.graphs import CudaLane
-from fednoro.engine.half import Half
-from fednoro.engine.images import DRAWS, Images
-from fednoro.engine.programs import (
+from fednoro.engine.cuda import image_kernel
+from fednoro.engine.cuda.cuda_lane import CudaLane
+from fednoro.engine.cuda.graph_capture import (
     EVALUATION_PIXELS,
     PROGRAMS,
     Halfway,
@@ -38,10 +36,13 @@ from fednoro.engine.programs import (
     autocast,
     captured,
 )
-from fednoro.engine.request import Request
-from fednoro.engine.stacked_loss import losses, only
-from fednoro.engine.stacked_net import StackedNet
-from fednoro.engine.stacked_ops import adam
+from fednoro.engine.cuda.half_precision import Half
+from fednoro.engine.cuda.stacked import stacked_kernels
+from fednoro.engine.cuda.stacked.stacked_loss import losses, only
+from fednoro.engine.cuda.stacked.stacked_net import StackedNet
+from fednoro.engine.cuda.stacked.stacked_ops import adam
+from fednoro.engine.cuda.training_request import Request
+from fednoro.engine.images import DRAWS, Images
 from fednoro.engine.streams import after, current, stream, synchronize
 
 STEPS = 20_000  # of Adam, after which its corrections are 1 in float32
@@ -63,7 +64,8 @@ class Participant:
 
     def __init__(self, stack: Stack, program: Program, k: int, request: Request) -> None:
         self.stack, self.shared, self.k, self.request = stack, program, k, request
-        # Both until the next batch of its own: memory that is let go on another stream would be used again too early.
+        # Both until the next batch of its own: memory that is let go on another stream
+        # would be used again too early.
         self.aux: Mapping[str, Tensor] = {}
         self.count: Tensor | None = None
 
@@ -76,7 +78,9 @@ class Participant:
         return self.request.lane.program(self.request.loss, self.inputs, self.request.draws)
 
     def finish_epoch(self, images: Images, epoch: int) -> None:
-        """The last, smaller batch, in a lane. The steps of others do not touch the rows that it writes."""
+        """The last, smaller batch, in a lane. The steps of others do not
+        touch the rows that it writes.
+        """
         stack, request, lane, k = self.stack, self.request, self.request.lane, self.k
         batch, end = stack.training.batch, (epoch + 1) * self.request.size
         self.aux = {name: self.shared.aux[name][k].clone() for name in self.changing}
@@ -118,8 +122,15 @@ class Participant:
 class Stack:
     """Room for so many clients, and what their steps read and write."""
 
-    def __init__(self, lane: CudaLane, shape: tuple[int, ...], training: Training, slots: int) -> None:
-        self.device, self.training, self.slots, self.upload = lane.device, training, slots, lane.upload
+    def __init__(
+        self, lane: CudaLane, shape: tuple[int, ...], training: Training, slots: int
+    ) -> None:
+        self.device, self.training, self.slots, self.upload = (
+            lane.device,
+            training,
+            slots,
+            lane.upload,
+        )
         device, batch = self.device, training.batch
         packed = lane.pattern.twin()
         self.precision = lane.precision
@@ -130,7 +141,10 @@ class Stack:
         self.anchor.net.eval().requires_grad_(False)
         self.teacher: Any = Half(self.anchor) if half else self.anchor.net
         self._anchored: Tensor | None = None
-        self.means, self.squares = torch.zeros_like(self.nets.values), torch.zeros_like(self.nets.values)
+        self.means, self.squares = (
+            torch.zeros_like(self.nets.values),
+            torch.zeros_like(self.nets.values),
+        )
         self.count = torch.zeros(slots, dtype=torch.int64, device=device)
         steps = torch.arange(STEPS, dtype=torch.float64).clamp_(min=1)
         factors = [training.lr / (1 - 0.9**steps), (1 - 0.999**steps).rsqrt()]
@@ -144,21 +158,26 @@ class Stack:
         self.index = torch.zeros(self.room, dtype=torch.int64, device=device)
         self.offsets = torch.arange(batch, device=device)
         self.start = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.left = torch.zeros(slots, dtype=torch.int64, device=device)  # full batches of what is prepared
+        # full batches of what is prepared
+        self.left = torch.zeros(slots, dtype=torch.int64, device=device)
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
-        self.total = torch.zeros(slots, device=device)  # of the losses in steps together, and in steps alone
+        # of the losses in steps together, and in steps alone
+        self.total = torch.zeros(slots, device=device)
         self.alone = torch.zeros(slots, device=device)
-        self.stream = stream(device, priority=-1)  # before what its clients do alone, and before gradients for weights
+        # before what its clients do alone, and before gradients for weights
+        self.stream = stream(device, priority=-1)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs = Programs(device, self.room, slots)
         self.whose = torch.zeros(slots, dtype=torch.int64, device=device)  # number of the loss
-        self._graphs: dict[frozenset[Program], tuple[Iterable[Program], Any]] = {}  # with the order of the losses
+        # with the order of the losses
+        self._graphs: dict[frozenset[Program], tuple[Iterable[Program], Any]] = {}
         after(self.stream, current(device))
 
     # One exchange
 
     def train(self, requests: Sequence[Request], images: Images) -> Iterator[None]:
-        """Trains clients, who have their answers in the end; pauses after each step that it has queued.
+        """Trains clients, who have their answers in the end; pauses after
+        each step that it has queued.
 
         They start from the same weights, and have the same number of epochs.
         """
@@ -205,7 +224,8 @@ class Stack:
             raise UnsuitableError(f"more than {KINDS} kinds of loss")
         for r in requests:
             groups.setdefault(self.programs.find(r.loss, r.aux, r.rows, r.draws), []).append(r)
-        order, _ = self._graphs.get(frozenset(groups), (groups, None))  # of losses, whoever comes first this time
+        # of losses, whoever comes first this time
+        order, _ = self._graphs.get(frozenset(groups), (groups, None))
         parts: list[Part] = []
         for program in order:
             first = parts[-1].first + len(parts[-1].requests) if parts else 0
@@ -218,7 +238,9 @@ class Stack:
         start, n = asked[0].task.weights, len(asked)
         seen = self.upload(np.stack([one.passes() for one in participants]))
         counters = start.counters.to(self.device) + seen
-        images = self.upload(np.array([max(r.size * len(r.epochs), 1) for r in asked], dtype=np.float32))
+        images = self.upload(
+            np.array([max(r.size * len(r.epochs), 1) for r in asked], dtype=np.float32)
+        )
         means = (self.total + self.alone)[:n] / images
         for one, counted, loss in zip(participants, counters, means, strict=True):
             values = self.packed.ordinary(self.nets.values[one.k, : self.width])
@@ -246,7 +268,9 @@ class Stack:
             if self.precision == "bf16":
                 self.teacher.refresh()
             self._anchored = weights.values
-        torch._foreach_zero_([self.means, self.squares, self.count, self.total, self.alone, self.whose])
+        torch._foreach_zero_(
+            [self.means, self.squares, self.count, self.total, self.alone, self.whose]
+        )
         for number, part in enumerate(parts):
             first, last = part.first, part.first + len(part.requests)
             self.whose[first:last] = number
@@ -268,16 +292,22 @@ class Stack:
         if first < max(full):
             yield first, max(full)
 
-    def _prepare(self, parts: Sequence[Part], images: Images, epoch: int, first: int, last: int) -> None:
+    def _prepare(
+        self, parts: Sequence[Part], images: Images, epoch: int, first: int, last: int
+    ) -> None:
         """Puts the images of these steps into place, one client's after another's."""
         counts = np.zeros(self.slots, dtype=np.int64)
         begin = 0
         for part in parts:
             full = [min(last, r.size // self.training.batch) for r in part.requests]
-            mine = [slice(min(first, n) * self.training.batch, n * self.training.batch) for n in full]
+            mine = [
+                slice(min(first, n) * self.training.batch, n * self.training.batch) for n in full
+            ]
             orders = [r.epochs[epoch].order[s] for r, s in zip(part.requests, mine, strict=True)]
             counts[part.first : part.first + len(orders)] = [len(order) for order in orders]
-            u = np.concatenate([r.epochs[epoch].u[s] for r, s in zip(part.requests, mine, strict=True)])
+            u = np.concatenate(
+                [r.epochs[epoch].u[s] for r, s in zip(part.requests, mine, strict=True)]
+            )
             self._place(part, images, orders, u, begin)
             begin += len(u)
         self.start.copy_(self.upload(np.cumsum(counts) - counts))
@@ -285,29 +315,43 @@ class Stack:
         self.cursor.zero_()
 
     def _place(
-        self, part: Part, images: Images, orders: Sequence[IntArray], uniforms: NDArray[np.float32], begin: int
+        self,
+        part: Part,
+        images: Images,
+        orders: Sequence[IntArray],
+        uniforms: NDArray[np.float32],
+        begin: int,
     ) -> None:
         """Images of clients with one kind of loss, from place `begin` on."""
         if not len(uniforms):  # others of another kind have some left
             return
         program, asked = part.program, part.requests
         here = slice(begin, begin + len(uniforms))
-        where = self.upload(np.concatenate([r.client.index[order] for r, order in zip(asked, orders, strict=True)]))
+        where = self.upload(
+            np.concatenate([r.client.index[order] for r, order in zip(asked, orders, strict=True)])
+        )
         u = self.upload(uniforms)
         if self.fused:
-            images.into(self.x[here], where, u)
+            image_kernel.fill(self.x[here], images, where, u)
         else:
             self.x[here].copy_(images.batch(where, u[:, :DRAWS]).permute(0, 2, 3, 1))
-        labels = [r.client.labels.cpu().numpy()[order] for r, order in zip(asked, orders, strict=True)]
+        labels = [
+            r.client.labels.cpu().numpy()[order] for r, order in zip(asked, orders, strict=True)
+        ]
         self.y[here].copy_(self.upload(np.concatenate(labels)))
         self.index[here].copy_(self.upload(np.concatenate(orders)))
         program.u[here].copy_(u[:, DRAWS:])
         for name, place in program.rows.items():
-            mine = [r.rows[name].to(self.device)[self.upload(o)] for r, o in zip(asked, orders, strict=True)]
+            mine = [
+                r.rows[name].to(self.device)[self.upload(o)]
+                for r, o in zip(asked, orders, strict=True)
+            ]
             place[here].copy_(torch.cat(mine))
         if program.anchored is not None:
             with torch.no_grad(), autocast(self.device, self.precision):
-                both = (torch.split(flat[here], self.at_once) for flat in (self.x, program.anchored))
+                both = (
+                    torch.split(flat[here], self.at_once) for flat in (self.x, program.anchored)
+                )
                 for x, place in zip(*both, strict=True):
                     place.copy_(self.teacher(x.permute(0, 3, 1, 2)))
 
@@ -318,13 +362,20 @@ class Stack:
         programs = [part.program for part in parts]
         key = frozenset(programs)
         largest = max(request.size for part in parts for request in part.requests)
-        if key not in self._graphs and largest >= self.training.batch and parts[0].requests[0].epochs:
+        if (
+            key not in self._graphs
+            and largest >= self.training.batch
+            and parts[0].requests[0].epochs
+        ):
             while len(self._graphs) >= PROGRAMS:
                 synchronize(self.device)  # the one that was not used for longest may be running
                 del self._graphs[next(iter(self._graphs))]
             self._rehearse(parts, images)
             synchronize(self.device)
-            self._graphs[key] = programs, captured(self.device, self.pool, lambda: self.step(programs))
+            self._graphs[key] = (
+                programs,
+                captured(self.device, self.pool, lambda: self.step(programs)),
+            )
         if key not in self._graphs:
             return None
         self._graphs[key] = found = self._graphs.pop(key)  # the one that was used last
@@ -344,9 +395,12 @@ class Stack:
             self.step(programs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of the method's loss, of vmap or of Triton: one by one may still work
+        except Exception as error:
+            # of the method's loss, of vmap or of Triton: one by one may still work
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise UnsuitableError(f"a step of several clients at once has failed ({why})") from error
+            raise UnsuitableError(
+                f"a step of several clients at once has failed ({why})"
+            ) from error
         for program in programs:
             program.passes[self.training.batch] = [self.nets.calls]
 
@@ -372,7 +426,9 @@ class Stack:
             for number, program in enumerate(programs):
                 theirs = self.whose == number
                 common = only(given, theirs, active)
-                found = losses(program, nets, self.teacher, common, mine, active & theirs, self.precision)
+                found = losses(
+                    program, nets, self.teacher, common, mine, active & theirs, self.precision
+                )
                 values = values + torch.where(theirs, found, 0)
         self._descend(active, nets.collect(values.sum()))
         self.total.add_(torch.where(active, values.detach() * batch, 0))

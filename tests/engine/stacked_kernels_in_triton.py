@@ -1,4 +1,6 @@
-"""The Triton kernels against PyTorch, on a GPU or, with TRITON_INTERPRET=1, in Triton's interpreter on a CPU."""
+"""The Triton kernels against PyTorch, on a GPU or, with TRITON_INTERPRET=1, in
+Triton's interpreter on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.engine import stacked_kernels, stacked_ops
+from fednoro.engine.cuda.stacked import stacked_kernels, stacked_ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXACT = DEVICE.type == "cpu"  # a GPU multiplies float32 as TF32
@@ -31,10 +33,20 @@ def first(maps: Tensor) -> Tensor:
 
 
 def check_convolution(
-    active: Tensor, dtype: torch.dtype, batch: int, side: int, inputs: int, outputs: int, k: int, stride: int
+    active: Tensor,
+    dtype: torch.dtype,
+    batch: int,
+    side: int,
+    inputs: int,
+    outputs: int,
+    k: int,
+    stride: int,
 ) -> None:
     pad, out = k // 2, (side + 2 * (k // 2) - k) // stride + 1
-    x, w = random(SLOTS, batch, side, side, inputs).to(dtype), 0.1 * random(SLOTS, outputs, k, k, inputs).to(dtype)
+    x, w = (
+        random(SLOTS, batch, side, side, inputs).to(dtype),
+        0.1 * random(SLOTS, outputs, k, k, inputs).to(dtype),
+    )
     y, dy = (random(SLOTS, batch, out, out, outputs).to(dtype) for _ in range(2))
     dx, dw = torch.zeros_like(x), torch.zeros_like(w)
     maps = stacked_kernels.padded(x, w.dtype)
@@ -59,18 +71,37 @@ def check_convolution(
 def check_norm(active: Tensor, side: int, relu: bool, add: bool) -> None:
     y, dz = 2 * random(SLOTS, 4, side, side, 64) + 5, random(SLOTS, 4, side, side, 64)
     shortcut = random(*y.shape) if add else None
-    gamma, beta, mean, var = random(SLOTS, 64).abs() + 0.5, random(SLOTS, 64), random(SLOTS, 64), random(SLOTS, 64)
+    gamma, beta, mean, var = (
+        random(SLOTS, 64).abs() + 0.5,
+        random(SLOTS, 64),
+        random(SLOTS, 64),
+        random(SLOTS, 64),
+    )
     places = tuple(stacked_ops.Place(random(SLOTS, 64)) for _ in range(2))
     norm = stacked_ops.Norm(gamma, beta, mean.clone(), var.clone(), places, places, 1e-5, 0.1)  # type: ignore[arg-type]
-    z, saved, z_expected, saved_expected = (torch.empty_like(t) for t in (y, y[:, 0, 0, :2], y, y[:, 0, 0, :2]))
-    stacked_kernels.normalise(y, gamma, beta, shortcut, z, saved, mean, var, active, 1e-5, 0.1, relu)
+    z, saved, z_expected, saved_expected = (
+        torch.empty_like(t) for t in (y, y[:, 0, 0, :2], y, y[:, 0, 0, :2])
+    )
+    stacked_kernels.normalise(
+        y, gamma, beta, shortcut, z, saved, mean, var, active, 1e-5, 0.1, relu
+    )
     stacked_ops._normalise(y, shortcut, z_expected, saved_expected, norm, relu, active)
-    for found, expected in ((z, z_expected), (saved, saved_expected), (mean, norm.mean), (var, norm.var)):
+    for found, expected in (
+        (z, z_expected),
+        (saved, saved_expected),
+        (mean, norm.mean),
+        (var, norm.var),
+    ):
         close(found, expected, 2e-5)
     assert torch.equal(mean[1], norm.mean[1]), "who is not active keeps what it has"
     given = dz, z_expected, y, saved_expected, gamma
-    found_all, expected_all = ([torch.empty_like(t) for t in (y, y, gamma, gamma)] for _ in range(2))
-    for results, function in ((found_all, stacked_kernels.normalise_back), (expected_all, stacked_ops._normalise_back)):
+    found_all, expected_all = (
+        [torch.empty_like(t) for t in (y, y, gamma, gamma)] for _ in range(2)
+    )
+    for results, function in (
+        (found_all, stacked_kernels.normalise_back),
+        (expected_all, stacked_ops._normalise_back),
+    ):
         dy, dshortcut, dgamma, dbeta = results
         last = (active, relu) if function is stacked_kernels.normalise_back else (relu,)
         function(*given, dy, dshortcut if add else None, dgamma, dbeta, *last)  # type: ignore[operator]
@@ -82,7 +113,11 @@ def check_norm(active: Tensor, side: int, relu: bool, add: bool) -> None:
 def check_pool(active: Tensor, height: int, width: int) -> None:
     x = random(SLOTS, 2, height, width, 64)
     y = random(SLOTS, 2, (height + 1) // 2, (width + 1) // 2, 64)
-    taps, dy, dx = torch.zeros(y.shape, dtype=torch.int8, device=DEVICE), random(*y.shape), torch.zeros_like(x)
+    taps, dy, dx = (
+        torch.zeros(y.shape, dtype=torch.int8, device=DEVICE),
+        random(*y.shape),
+        torch.zeros_like(x),
+    )
     stacked_kernels.pool(x, y, taps, active)
     stacked_kernels.unpool(dy, taps, dx, active)
     maps = first(x.flatten(0, 1)).requires_grad_()
@@ -98,7 +133,16 @@ def check_adam(active: Tensor, add: bool) -> None:
     low, factors, trainable = torch.zeros_like(values), random(SLOTS, 2).abs(), 4500
     before = [t.clone() for t in (values, means, squares)]
     stacked_kernels.adam(
-        values, gradient, direct if add else None, means, squares, low, factors, active, trainable, 5e-4
+        values,
+        gradient,
+        direct if add else None,
+        means,
+        squares,
+        low,
+        factors,
+        active,
+        trainable,
+        5e-4,
     )
     w, m, v = (t.double() for t in before)
     g = gradient.double() + 5e-4 * w + (direct.double() if add else 0)
@@ -106,7 +150,9 @@ def check_adam(active: Tensor, add: bool) -> None:
     w = w - factors[:, :1] * m / (v.sqrt() * factors[:, 1:] + 1e-8)
     for found, expected, old in zip((values, means, squares), (w, m, v), before, strict=True):
         close(found[:, :trainable], expected[:, :trainable], 1e-5)
-        assert torch.equal(found[1], old[1]) and torch.equal(found[:, trainable:], old[:, trainable:])
+        assert torch.equal(found[1], old[1]) and torch.equal(
+            found[:, trainable:], old[:, trainable:]
+        )
     assert torch.equal(low[ACTIVE, :trainable], values[ACTIVE, :trainable])
 
 
@@ -114,10 +160,17 @@ def main() -> None:
     torch.manual_seed(0)
     active = torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
     shapes = [
-        (2, 8, 64, 64, 3, 1), (2, 8, 64, 128, 3, 2), (3, 8, 64, 128, 1, 2), (2, 10, 3, 64, 7, 2), (4, 32, 3, 64, 7, 2),
-        (4, 2, 512, 512, 3, 1), (4, 6, 128, 128, 3, 1), (8, 6, 128, 256, 3, 1),
-    ]  # fmt: skip
-    for dtype in [torch.float32] if EXACT else [torch.float32, torch.bfloat16]:  # the interpreter has no bfloat16
+        (2, 8, 64, 64, 3, 1),
+        (2, 8, 64, 128, 3, 2),
+        (3, 8, 64, 128, 1, 2),
+        (2, 10, 3, 64, 7, 2),
+        (4, 32, 3, 64, 7, 2),
+        (4, 2, 512, 512, 3, 1),
+        (4, 6, 128, 128, 3, 1),
+        (8, 6, 128, 256, 3, 1),
+    ]
+    for dtype in [torch.float32] if EXACT else [torch.float32, torch.bfloat16]:
+        # the interpreter has no bfloat16
         for shape in shapes:
             check_convolution(active, dtype, *shape)
     for side, relu, add in itertools.product((3, 6, 9), (True, False), (True, False)):

@@ -12,14 +12,18 @@ from exchanges import TRAINING, Lab, again, check_close, given, identical, on_ea
 from federations import CLASSES, every_method, every_variant, three_channels
 from torch import Tensor
 
-from fednoro.core.types import Reply, Step, Task, Weights
+from fednoro.core.types import Precision, Reply, Step, Task, Weights
 from fednoro.detection.calibrated import WIDTHS
-from fednoro.engine import CpuEngine, CudaEngine, EagerEngine, Precision
+from fednoro.engine.cpu import CpuEngine
+from fednoro.engine.cuda.cuda_engine import CudaEngine
+from fednoro.engine.eager import EagerEngine
 from fednoro.methods import FedCorr, FedNoRo, FedNoRoPlus, Method
 from fednoro.models import Resnet18, initialise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="this machine has no CUDA device"
+)
 
 # Of the methods that ask for more than training. FedCorr's second iteration has noise levels.
 HEADS = {("moments", "width"), ("score", "counted")}
@@ -27,16 +31,24 @@ KINDS: dict[type[Method], set[tuple[str, ...]]] = {
     FedNoRo: {("train",), ("score",), ("train", "lam")},
     FedNoRoPlus: {("train", "watch"), *HEADS, ("train",), ("correct",), ("train", "soft")},
     FedCorr: {
-        ("train",), ("visit-1",), ("correct-1",), ("visit-2",), ("visit-2", "mu"), ("correct-2",), ("relabel",)
+        ("train",),
+        ("visit-1",),
+        ("correct-1",),
+        ("visit-2",),
+        ("visit-2", "mu"),
+        ("correct-2",),
+        ("relabel",),
     },
-}  # fmt: skip
+}
 
 
 @every_variant
 def test_a_run_has_every_kind_of_task(method: Method) -> None:
     """Else the tests below would not say what they claim to say."""
     kinds = set().union(*(exchange.kinds for exchange in on_eager(method)))
-    expected = next((kinds for cls, kinds in KINDS.items() if isinstance(method, cls)), {("train",)})
+    expected = next(
+        (kinds for cls, kinds in KINDS.items() if isinstance(method, cls)), {("train",)}
+    )
     detector = getattr(method, "detector", None)
     if isinstance(method, FedNoRo) and detector in WIDTHS:
         expected = expected - {("score",)} | {("train", "watch"), *HEADS}
@@ -59,7 +71,9 @@ def test_the_cpu_engine_gives_the_eager_bits(method: Method, lanes: int) -> None
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @every_variant
-def test_the_steps_behind_the_graphs_are_the_eager_ones(method: Method, precision: Precision) -> None:
+def test_the_steps_behind_the_graphs_are_the_eager_ones(
+    method: Method, precision: Precision
+) -> None:
     lab = CudaEngine(*given(), precision=precision, lanes=2)
     # On the CPU tf32 is full precision, in the memory format that it has on a GPU.
     tolerance: Precision = "fp32" if precision == "tf32" else precision
@@ -70,7 +84,11 @@ def test_the_steps_behind_the_graphs_are_the_eager_ones(method: Method, precisio
 @every_method
 def test_the_tolerances_would_notice_a_wrong_batch_or_a_wrong_loss(method: Method) -> None:
     """Another order of the images, or another λ, must be further away than bf16 may be."""
-    training = [e for e in on_eager(method) if ("train", "lam") in e.kinds or not isinstance(method, FedNoRo)][-1]
+    training = [
+        e
+        for e in on_eager(method)
+        if ("train", "lam") in e.kinds or not isinstance(method, FedNoRo)
+    ][-1]
     other = EagerEngine(*given())
     other.seed += 1
     for replies in (
@@ -92,14 +110,18 @@ def _changed(task: Task) -> Task:
 
 
 @functools.cache
-def on_graphs(method: Method, precision: Precision, lanes: int = 3) -> list[tuple[Task, Reply, Reply]]:
+def on_graphs(
+    method: Method, precision: Precision, lanes: int = 3
+) -> list[tuple[Task, Reply, Reply]]:
     """One engine for a whole run: its later rounds replay what its first round captured."""
     cuda = torch.device("cuda")
     on_eager(method, cuda)  # before there is an engine that allows TF32
     lab = CudaEngine(*given(cuda), precision=precision, lanes=lanes)
     found = pairs(lab, method, cuda)
     torch.cuda.synchronize()
-    assert any(program.graphs for lane in lab.lanes for program in lane.programs.values()), "nothing was captured"
+    assert any(program.graphs for lane in lab.lanes for program in lane.programs.values()), (
+        "nothing was captured"
+    )
     return found
 
 
@@ -116,7 +138,9 @@ def test_graphs_give_the_eager_weights_in_every_round(method: Method, precision:
 @needs_cuda
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @every_method
-def test_graphs_give_the_same_bits_again_whatever_ran_before(method: Method, precision: Precision) -> None:
+def test_graphs_give_the_same_bits_again_whatever_ran_before(
+    method: Method, precision: Precision
+) -> None:
     """In a new engine that begins with the last exchange, and with another number of lanes."""
     cuda = torch.device("cuda")
     once = {id(task): found for task, _, found in on_graphs(method, precision)}
@@ -136,7 +160,9 @@ def test_nothing_is_captured_again_from_round_to_round() -> None:
     again(lab, method, first)
 
     def captured() -> list[int]:
-        return [id(graph) for program in lab.lane.programs.values() for graph in program.graphs.values()]
+        return [
+            id(graph) for program in lab.lane.programs.values() for graph in program.graphs.values()
+        ]
 
     before = captured()
     assert len(before) == 3  # batches of 4, 2 and 1
@@ -162,7 +188,9 @@ def test_outputs_on_a_gpu_are_the_eager_ones(precision: Precision) -> None:
 
 @dataclass(frozen=True)
 class Waits(Method):
-    """A loss that waits for the GPU in the first capture of a smaller batch, which breaks that capture off."""
+    """A loss that waits for the GPU in the first capture of a smaller batch,
+    which breaks that capture off.
+    """
 
     waited: list[int] = field(default_factory=list, compare=False)
 

@@ -1,0 +1,1 @@
+"""What needs a GPU: captured steps, streams, kernels. `engine.choose` alone imports it, late."""
