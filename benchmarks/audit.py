@@ -34,11 +34,11 @@ from fednoro.audit.estimates import noise
 from fednoro.audit.exchanges import Audit
 from fednoro.audit.ranking import margins
 from fednoro.audit.simulated import Examined, Subject, examine
-from fednoro.conduct import Watcher
-from fednoro.config import resolve
 from fednoro.core.types import BoolArray, FloatArray, IntArray
 from fednoro.data.client import Client
-from fednoro.experiment import laboratory
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.drive import Watcher
+from fednoro.experiment.simulation import laboratory
 
 Figures = dict[str, float]
 COLUMNS = {

@@ -25,18 +25,18 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe, in_processes, keep, kept, markdown, overrides_in, spread
-from fednoro.conduct import verdict_of
-from fednoro.config import resolve
 from fednoro.core.metrics import best_last
 from fednoro.core.types import FedNoRoWarning, State
 from fednoro.data.dataset import Dataset
 from fednoro.data.federation import Federation, assemble
 from fednoro.engine.choose import choose_device
-from fednoro.experiment import Lab, Watcher, laboratory, tester
+from fednoro.experiment.checkpoint import to_device
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.drive import Watcher, verdict_of
+from fednoro.experiment.rounds import play
+from fednoro.experiment.simulation import Lab, laboratory, tester
 from fednoro.methods import Method
 from fednoro.models import Packed
-from fednoro.rounds import play
-from fednoro.runs import to_device
 
 PLUS, SHARING = "fednoro-plus", ("fedla", "fednoro")  # whose warm-up is FedLA's
 WRONG = 0.6  # of the most frequent class's labels, where that is the only class with noise

@@ -34,7 +34,6 @@ import numpy as np
 import torch
 
 from benchmarks.machine import describe, in_processes, keep, kept, markdown, overrides_in
-from fednoro.config import resolve
 from fednoro.core.losses import log_prior, per_class_losses
 from fednoro.core.metrics import detection
 from fednoro.core.types import (
@@ -54,7 +53,9 @@ from fednoro.detection.explained import SENT, WATCH, WATCHED, left_over, measure
 from fednoro.detection.leave_one_out_heads import PURGED_WIDER, pairs_of
 from fednoro.detection.mixture_detector import NoisyClientDetector
 from fednoro.engine.choose import choose_device
-from fednoro.experiment import Lab, Watcher, laboratory
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.drive import Watcher
+from fednoro.experiment.simulation import Lab, laboratory
 from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.models import Packed
 

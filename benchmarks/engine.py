@@ -32,9 +32,9 @@ from fednoro.data.dataset import Dataset
 from fednoro.engine.choose import Hardware, choose_device
 from fednoro.engine.eager import EagerEngine
 from fednoro.engine.threads import worthwhile_threads
+from fednoro.experiment.rounds import Evaluation, play
 from fednoro.methods import FedNoRo, Method
 from fednoro.models import Cnn, Model, Packed, Resnet18, initialise
-from fednoro.rounds import Evaluation, play
 
 MODELS: dict[str, Model] = {"resnet18": Resnet18(), "cnn": Cnn(width=16)}
 CHANNELS = {"resnet18": 3, "cnn": 1}

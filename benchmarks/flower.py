@@ -75,8 +75,8 @@ def deployment(root: Path, clients: int) -> Iterator[Link]:
 
 def on_flower(way: str, chosen: Sequence[str], clients: int, root: Path) -> tuple[float, tuple[int, int]]:
     """Seconds per round, and bytes from the nodes and to them in all."""
-    from fednoro.config import resolve
     from fednoro.core.types import UserError
+    from fednoro.experiment.config.configuration import resolve
     from fednoro.flower.following import as_json
 
     config = resolve(chosen[0], [*chosen[1:], f"out={root}", "name=run"])
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--ways", default="process,simulation,deployment")
     given = parser.parse_args(arguments)
-    from fednoro import experiment
+    import fednoro
 
     chosen = settings(given.network, given.clients, given.rounds)
     rows = []
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for way in given.ways.split(","):
             root = Path(place) / way
             if way == "process":
-                run = experiment.run(*chosen, f"out={root}", "name=run")
+                run = fednoro.run(*chosen, f"out={root}", "name=run")
                 rows.append([way, f"{per_round(run.folder):.2f} s", "–", "–"])
                 continue
             seconds, (inbound, outbound) = on_flower(way, chosen, given.clients, root)

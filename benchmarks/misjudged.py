@@ -21,10 +21,11 @@ import torch
 import fednoro
 from benchmarks.machine import describe, in_processes, markdown, overrides_in, spread
 from fednoro.bench.jobs import begin
-from fednoro.config import resolve
 from fednoro.core.types import FedNoRoWarning
 from fednoro.engine.choose import choose_device
-from fednoro.experiment import Watcher, laboratory
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.drive import Watcher
+from fednoro.experiment.simulation import laboratory
 
 MISTAKES = {"none": (0, 0), "one missed": (1, 0), "two missed": (2, 0), "one too many": (0, 1), "two too many": (0, 2),
             "one of each": (1, 1)}  # fmt: skip

@@ -13,7 +13,7 @@ same if they differ only in formatting, comments, docstrings, imports and consis
 - Names from elsewhere (builtins, torch, …) do not change.
 
 --allow takes a definition (fednoro.engine.eager.EagerEngine.site), the prefix of several
-(fednoro.experiment), or a name whose class is unknown (.size:.width, or size=:width=).
+(fednoro.experiment.simulation), or a name whose class is unknown (.size:.width, or size=:width=).
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from rich.progress import track
 from safetensors.torch import load_file
 
 import fednoro
-from fednoro.config import resolve
 from fednoro.core.losses import per_class_losses
 from fednoro.core.metrics import detection
 from fednoro.core.seeds import generator
@@ -34,6 +33,7 @@ from fednoro.core.types import BoolArray, FedNoRoWarning, FloatArray, IntArray
 from fednoro.detection.mixture_detector import NoisyClientDetector
 from fednoro.detection.score_privacy import noisy_class_losses, withhold
 from fednoro.engine.choose import Hardware
+from fednoro.experiment.config.configuration import resolve
 from fednoro.methods.fednoro import FedNoRo
 from fednoro.models import Packed, initialise
 

@@ -100,17 +100,19 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
     began = time.perf_counter()
     watch, told = Stopwatch(), list[str]()
     with watch.part("start-up"):
+        import fednoro
         from benchmarks.machine import describe
-        from fednoro import conduct, experiment
-        from fednoro.config import resolve
         from fednoro.data.federation import Federation
         from fednoro.engine.choose import Hardware, choose_device
-        from fednoro.rounds import play
-        from fednoro.runs import RunFolder, Saver
+        from fednoro.experiment import drive, simulation
+        from fednoro.experiment.checkpoint import Saver
+        from fednoro.experiment.config.configuration import resolve
+        from fednoro.experiment.rounds import play
+        from fednoro.experiment.run_folder.run_files import RunFolder
 
         config = resolve(preset, overrides)
 
-    class Told(experiment.Watcher):
+    class Told(drive.Watcher):
         def started(self, *args: Any) -> None:
             told.append(str(args[-1]))
 
@@ -126,28 +128,30 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
 
     doors: list[tuple[Any, str, str | Callable[..., str]]] = [
         (type(config.data), "load", "data"),
-        (experiment, "assemble", "data"),
-        (experiment, "fingerprint", "data"),
-        (experiment.Lab, "annotate", "annotators"),
-        (experiment.Lab, "network", built),
+        (simulation, "assemble", "data"),
+        (simulation, "fingerprint", "data"),
+        (simulation.Lab, "annotate", "annotators"),
+        (simulation.Lab, "network", built),
         (Hardware, "engine", "start-up"),
-        (experiment, "_recalibrated", "start-up"),
+        (simulation, "_recalibrated", "start-up"),
         (type(config.method), "fold", folded),
         (Federation, "save", "files"),
-        (experiment, "write_split", "files"),
-        (experiment, "environment", "files"),
-        (experiment, "write_json", "files"),
-        (experiment, "write_whole", "files"),
-        (experiment, "finish", "files"),
-        *((RunFolder, name, "files") for name in ("create", "lock", "restore", "record", "snapshot")),
+        (simulation, "write_split", "files"),
+        (simulation, "environment", "files"),
+        (simulation, "write_json", "files"),
+        (simulation, "write_whole", "files"),
+        (simulation, "finish", "files"),
+        *((RunFolder, name, "files") for name in ("create", "lock", "record")),
+        (simulation, "restore", "files"),
+        (drive, "take_snapshot", "files"),
         (Saver, "write", "files"),
         (Saver, "wait", "files"),
     ]
     with ExitStack() as stack:
         for owner, name, part in doors:
             stack.enter_context(patch.object(owner, name, watch.inside(part, getattr(owner, name))))
-        stack.enter_context(patch.object(conduct, "play", watched_play))
-        experiment.run(config, watcher=Told())
+        stack.enter_context(patch.object(drive, "play", watched_play))
+        fednoro.run(config, watcher=Told())
     watch.stop()
     wall = time.perf_counter() - began
     return watch, wall, f"Engine: {'; '.join(told)}. {describe(choose_device(config.device))}"

@@ -11,12 +11,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from fednoro.core.options import option
     from fednoro.core.types import Reply, State, Step, Task, UserError
     from fednoro.data.dataset import Dataset
-    from fednoro.experiment import Run, load, resume, run
+    from fednoro.experiment.config.configuration import Config
+    from fednoro.experiment.drive import Run, Watcher, load
+    from fednoro.experiment.export import export
+    from fednoro.experiment.predict import predict
+    from fednoro.experiment.trained_model import load_model
     from fednoro.methods import Method
-    from fednoro.trained import load_model
 
 __all__ = [
     "Dataset",
@@ -27,9 +33,11 @@ __all__ = [
     "Step",
     "Task",
     "UserError",
+    "export",
     "load",
     "load_model",
     "option",
+    "predict",
     "resume",
     "run",
 ]
@@ -39,16 +47,16 @@ _HOMES = {
     "Dataset": "data.dataset",
     "Method": "methods",
     "Reply": "core.types",
-    "Run": "experiment",
+    "Run": "experiment.drive",
     "State": "core.types",
     "Step": "core.types",
     "Task": "core.types",
     "UserError": "core.types",
-    "load": "experiment",
-    "load_model": "trained",
+    "export": "experiment.export",
+    "load": "experiment.drive",
+    "load_model": "experiment.trained_model",
     "option": "core.options",
-    "resume": "experiment",
-    "run": "experiment",
+    "predict": "experiment.predict",
 }
 _PIECES = {
     "aggregate": "core.aggregate",
@@ -64,6 +72,37 @@ _PIECES = {
     "noise": "data.noise",
     "partition": "data.partition",
 }
+
+
+def run(
+    config: Config | str | Path | Mapping[str, Any] = "digits",
+    *overrides: str,
+    watcher: Watcher | None = None,
+) -> Run:
+    """Runs one experiment from the start: `fednoro.run("digits", "method=fedla", "seed=3")`.
+
+    Args:
+        config: a preset, a YAML file, a mapping or a finished configuration.
+        overrides: `key=value`, as on the command line; not with a finished configuration.
+        watcher: is told what happens meanwhile.
+    """
+    from fednoro.experiment import simulation
+    from fednoro.report import write_report
+
+    return simulation.run(config, *overrides, watcher=watcher, write_page=write_report)
+
+
+def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
+    """Carries a stopped run on; its results are bit-identical to those of a run that never stopped.
+
+    Args:
+        path: the run folder.
+        watcher: is told what happens meanwhile.
+    """
+    from fednoro.experiment import simulation
+    from fednoro.report import write_report
+
+    return simulation.resume(path, watcher, write_report)
 
 
 def __dir__() -> list[str]:

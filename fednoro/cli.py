@@ -144,9 +144,10 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 @app.command(help=RUN_HELP)
 def run(items: Items = None, quiet: SeedsQuiet = False) -> None:
-    from fednoro import experiment
-    from fednoro.config import resolve, seeds
-    from fednoro.display import Terminal, seeds_table
+    from fednoro.experiment import simulation
+    from fednoro.experiment.config.configuration import resolve, seeds
+    from fednoro.experiment.watch.terminal import Terminal, seeds_table
+    from fednoro.report import write_report
 
     source, overrides = _sorted_out(items)
     several, others = seeds(overrides)
@@ -158,7 +159,7 @@ def run(items: Items = None, quiet: SeedsQuiet = False) -> None:
         terminal = Terminal(console, quiet)
         try:
             with _stopped_by_sigterm():
-                finished.append(experiment.run(config, watcher=terminal))
+                finished.append(simulation.run(config, watcher=terminal, write_page=write_report))
         finally:
             terminal.close()
     if len(finished) > 1:
@@ -174,9 +175,10 @@ def resume(
 
     Example: fednoro resume runs/digits-fednoro-seed0
     """
-    from fednoro import experiment
-    from fednoro.display import Terminal
-    from fednoro.runs import RunFolder
+    from fednoro.experiment import simulation
+    from fednoro.experiment.run_folder.run_files import RunFolder
+    from fednoro.experiment.watch.terminal import Terminal
+    from fednoro.report import write_report
 
     already = RunFolder(Path(folder).expanduser()).finished
     if not already and (Path(folder).expanduser() / "flower.json").exists():
@@ -186,7 +188,7 @@ def resume(
     terminal = Terminal(console, quiet)
     try:
         with _stopped_by_sigterm():
-            done = experiment.resume(folder, watcher=terminal)
+            done = simulation.resume(folder, terminal, write_report)
     finally:
         terminal.close()
     if already:
@@ -204,7 +206,7 @@ def config(items: Items = None) -> None:
 
     Example: fednoro config ich data.path=~/rsna method=fedla > my.yaml
     """
-    from fednoro.config import dump, resolve
+    from fednoro.experiment.config.configuration import dump, resolve
 
     source, overrides = _sorted_out(items)
     typer.echo(dump(resolve(source, overrides)), nl=False)
@@ -256,7 +258,7 @@ def _as_override(error: Any) -> str:
     context, flag = getattr(error, "ctx", None), getattr(error, "option_name", None)
     if context is None or flag is None or "items" not in {parameter.name for parameter in context.command.params}:
         return ""
-    from fednoro.config import Config
+    from fednoro.experiment.config.configuration import Config
 
     key = flag.lstrip("-").replace("-", "_")
     if key.partition(".")[0] not in {item.name for item in dataclasses.fields(Config)}:

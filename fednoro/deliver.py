@@ -12,7 +12,7 @@ from fednoro.core.types import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from fednoro.predict import Predictions
+    from fednoro.experiment.predict import Predictions
 
 SHOWN = 50  # rows of the table on a screen
 Folder = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
@@ -39,8 +39,8 @@ def export(
     from rich.console import Console
     from rich.markup import escape
 
-    from fednoro.export import TOLERANCE
-    from fednoro.export import export as made
+    from fednoro.experiment.export import TOLERANCE
+    from fednoro.experiment.export import export as made
 
     wanted = {"onnx": onnx, "safetensors": safetensors}
     if not any(wanted.values()):
@@ -80,8 +80,8 @@ def predict(
     from rich.console import Console
 
     from fednoro.core.types import FedNoRoWarning
-    from fednoro.predict import predict as made
-    from fednoro.predict import write
+    from fednoro.experiment.predict import predict as made
+    from fednoro.experiment.predict import write
 
     found = made(run, images, batch)
     for path in to or []:

@@ -32,7 +32,7 @@ def ls(
 
     Example: fednoro ls methods
     """
-    from fednoro.config import presets
+    from fednoro.experiment.config.configuration import presets
 
     kinds = _kinds()
     console = Console(emoji=False)
@@ -54,8 +54,8 @@ def ls(
 
 
 def _kinds() -> dict[str, dict[str, type[Any]]]:
-    from fednoro.config import REGISTRIES, SINGLE, General
     from fednoro.core.training import Augment
+    from fednoro.experiment.config.configuration import REGISTRIES, SINGLE, General
 
     kinds: dict[str, dict[str, type[Any]]] = {name: dict(REGISTRIES[section]) for name, section in SECTIONS.items()}
     kinds |= {name: {name: kind} for name, kind in SINGLE.items()} | {"general": {"general": General}}

@@ -45,11 +45,11 @@ def prepare(
     to: Annotated[str | None, typer.Option(help="Where caches are kept; $FEDNORO_CACHE or ~/.cache/fednoro.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")] = False,
 ) -> None:
-    from fednoro.config import presets, resolve
     from fednoro.data.cache.preparation import Preparable
     from fednoro.data.cache.preparation import prepare as make
     from fednoro.data.sources import SOURCES
-    from fednoro.display import Terminal, prepared_table
+    from fednoro.experiment.config.configuration import presets, resolve
+    from fednoro.experiment.watch.terminal import Terminal, prepared_table
 
     if name not in SOURCES:
         takes = ", ".join(known for known, kind in SOURCES.items() if issubclass(kind, Preparable))

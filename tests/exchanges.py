@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fednoro.core.training import Augment, Training
 from fednoro.core.types import Failure, Precision, Reply, State, Task
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.checkpoint import to_device
+from fednoro.experiment.rounds import Evaluation, play
 from fednoro.methods import FedNoRoPlus, Method
 from fednoro.models import Packed
-from fednoro.rounds import Evaluation, play
-from fednoro.runs import to_device
 
 CPU = torch.device("cpu")
 TRAINING = Training(rounds=ROUNDS, batch=4, lr=1e-3, augment=Augment(rotate=15, translate=0.1, flip=True))

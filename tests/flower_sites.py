@@ -12,8 +12,8 @@ from flower_grid import MemoryGrid
 from flwr.app import ArrayRecord
 from PIL import Image
 
-from fednoro.config import resolve
 from fednoro.detection.explained import SENT
+from fednoro.experiment.config.configuration import resolve
 from fednoro.flower.following import as_json
 from fednoro.methods import METHODS
 

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from fednoro.data.federation import Federation
-from fednoro.runs import CLIENT_COLUMNS
+from fednoro.experiment.run_folder.run_files import CLIENT_COLUMNS
 
 WARMUP = 2
 

@@ -57,7 +57,7 @@ def audit(
     from rich.console import Console
 
     from fednoro.audit.writing import audit_run, summary
-    from fednoro.display import Terminal
+    from fednoro.experiment.watch.terminal import Terminal
 
     console = Console(emoji=False)
     terminal = Terminal(console, quiet)

@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 
 from fednoro.audit.exchanges import LEVELS, PROBABILITIES, Audit, Sent
-from fednoro.conduct import Watcher
-from fednoro.config import Config, resolve
 from fednoro.core.types import FedNoRoWarning, FloatArray, State, UserError, Weights
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.data.federation import Federation, fingerprint
-from fednoro.experiment import Lab, laboratory
+from fednoro.experiment.checkpoint import Snapshot, checkpoints, load_checkpoint, to_device
+from fednoro.experiment.config.configuration import Config, resolve
+from fednoro.experiment.drive import Watcher
+from fednoro.experiment.rounds import Evaluation, play
+from fednoro.experiment.run_folder.run_files import RunFolder
+from fednoro.experiment.simulation import Lab, laboratory
 from fednoro.methods.fednoro_plus import CORRECTED
 from fednoro.models import Packed
-from fednoro.rounds import Evaluation, play
-from fednoro.runs import RunFolder, Snapshot, load_checkpoint, to_device
 
 EARLY = 10  # rounds before a model judges labels, where the run's method has no warm-up; FedNoRo's default
 
@@ -117,7 +118,7 @@ def _left_by_run(of: Subject) -> Weights:
 
 def end_of_run(run: Path) -> Snapshot:
     """The newest checkpoint of a run that has corrected labels."""
-    saved = RunFolder(run).checkpoints()
+    saved = checkpoints(RunFolder(run))
     snapshot = load_checkpoint(saved[-1]) if saved else None
     if snapshot is None or not snapshot.state.memo.get(CORRECTED):
         raise UserError(

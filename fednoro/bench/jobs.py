@@ -24,16 +24,18 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import save
 
-from fednoro import experiment
-from fednoro.config import Config, anchored, dump, flat, resolve
 from fednoro.core.files import disk_errors, write_whole
 from fednoro.core.types import Failure, FloatArray, Reply, Site, State, Task, UserError, Weights
 from fednoro.data.federation import Federation
 from fednoro.detection.indicators import INDICATORS
-from fednoro.experiment import Watcher
+from fednoro.experiment import simulation
+from fednoro.experiment.checkpoint import Snapshot, checkpoints, load_checkpoint, write_checkpoint
+from fednoro.experiment.config.configuration import Config, anchored, dump, flat, resolve
+from fednoro.experiment.drive import Run, Watcher
+from fednoro.experiment.rounds import Turn
+from fednoro.experiment.run_folder.run_files import LOGS, RunFolder
 from fednoro.methods import FedLA, FedNoRo, Method
-from fednoro.rounds import Turn
-from fednoro.runs import LOGS, RunFolder, Snapshot, load_checkpoint
+from fednoro.report import write_report
 
 PLACE_ONLY = ("name", "out", "checkpoint_every")  # what a run's numbers do not depend on
 ANNOTATED = ("data.", "split.", "partition.", "noise.", "model.", "train.augment.")
@@ -77,7 +79,7 @@ class Federate(Job):
     def perform(self, watcher: Watcher) -> None:
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        with experiment.laboratory(self.config, watcher) as lab:
+        with simulation.laboratory(self.config, watcher) as lab:
             lab.federate(self.path)
 
 
@@ -114,11 +116,12 @@ class Train(Job):
                 )
 
     def perform(self, watcher: Watcher) -> None:
-        if not self.done and not RunFolder(self.path).checkpoints():
+        if not self.done and not checkpoints(RunFolder(self.path)):
             if self.path.exists():
                 _clear(RunFolder(self.path))
             begin(self.config, self.needs[0].path, self.played.path if self.played else None, self.stage)
-        experiment.resume(self.path, _Keeper(watcher, self.path / "models") if self.keep else watcher)
+        kept = _Keeper(watcher, self.path / "models") if self.keep else watcher
+        simulation.resume(self.path, kept, write_report)
 
 
 def _clear(folder: RunFolder) -> None:
@@ -144,7 +147,7 @@ class _Keeper(Watcher):
     def warned(self, message: str) -> None:
         self.other.warned(message)
 
-    def finished(self, run: experiment.Run) -> None:
+    def finished(self, run: Run) -> None:
         self.other.finished(run)
 
     def turned(self, turn: Turn) -> None:
@@ -171,7 +174,7 @@ class Score(Job):
     def perform(self, watcher: Watcher) -> None:
         tables: dict[str, FloatArray] = {}
         federation = Federation.load(self.warmup / "split.npz")
-        with experiment.laboratory(self.config, watcher) as lab:
+        with simulation.laboratory(self.config, watcher) as lab:
             lab.engine.serve(federation.clients())
             for done, number in enumerate(self.after):
                 watcher.progress("scoring clients", done, len(self.after))
@@ -207,7 +210,7 @@ class _Measure(Method):
 def _model_after(folder: Path, number: int) -> Weights:
     kept = folder / "models" / f"round-{number:05d}.safetensors"
     if not kept.exists():
-        state = load_checkpoint(RunFolder(folder).checkpoints()[-1]).state
+        state = load_checkpoint(checkpoints(RunFolder(folder))[-1]).state
         if state.round != number:
             raise UserError(f"{folder} has not kept the model of round {number}: delete that folder to make it again")
         return state.model
@@ -242,7 +245,7 @@ def begin(config: Config, federation: Path, played: Path | None = None, stage: s
 
 
 def _take_over(folder: RunFolder, other: RunFolder, rounds: int, stage: str) -> None:
-    snapshot, sizes = load_checkpoint(other.checkpoints()[-1]), {}
+    snapshot, sizes = load_checkpoint(checkpoints(other)[-1]), {}
     for name in LOGS:
         content = (other.path / name).read_bytes()[: snapshot.logs[name]]
         if name == "rounds.jsonl":
@@ -250,7 +253,7 @@ def _take_over(folder: RunFolder, other: RunFolder, rounds: int, stage: str) -> 
             content = "".join(json.dumps(record) + "\n" for record in records).encode()
         write_whole(folder.path / name, content)
         sizes[name] = len(content)
-    folder.write(Snapshot(replace(snapshot.state, rounds=rounds, stage=stage), snapshot.memories, sizes))
+    write_checkpoint(folder, Snapshot(replace(snapshot.state, rounds=rounds, stage=stage), snapshot.memories, sizes))
 
 
 # Which jobs a run needs
@@ -321,7 +324,7 @@ def closure(targets: Sequence[Job]) -> list[Job]:
         job.check()
         if job.done or job.name in left:
             return
-        if not (isinstance(job, Train) and RunFolder(job.path).checkpoints()):  # that has all it needs
+        if not (isinstance(job, Train) and checkpoints(RunFolder(job.path))):  # that has all it needs
             for need in job.needs:
                 visit(need)
         left[job.name] = job

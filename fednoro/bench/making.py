@@ -28,9 +28,9 @@ from fednoro.bench.tables import (
     settings_of,
 )
 from fednoro.bench.workers import perform_all
-from fednoro.config import seeds as read_seeds
 from fednoro.core.files import disk_errors, take_lock, write_whole
 from fednoro.core.types import UserError
+from fednoro.experiment.config.configuration import seeds as read_seeds
 from fednoro.methods import METHODS as REGISTERED
 
 DATA = {"table2": "isic2019"}  # of the paper; ICH elsewhere

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fednoro.bench.paper import Setting
-from fednoro.config import Config, resolve, section_name
 from fednoro.core.types import UserError
 from fednoro.data.noise import Flips
+from fednoro.experiment.config.configuration import Config, resolve, section_name
 from fednoro.methods import METHODS, Method
 
 # Options that count rounds: they shrink and grow with `--rounds`, so that a short version keeps its proportions.

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from fednoro import experiment
 from fednoro.bench import paper
 from fednoro.bench.jobs import Job, Score, Train, sharing, train, warm_up
 from fednoro.bench.order import Order
 from fednoro.bench.paper import CLEAN, GRIDS, MILD, STRONG, Setting
 from fednoro.detection.indicators import INDICATORS
 from fednoro.detection.mixture import detection_over_seeds, flagged_sets
+from fednoro.experiment.drive import Run, load
 from fednoro.methods import FedLA, FedNoRo, Method
 
 METHODS = tuple(paper.TITLES)
@@ -124,7 +124,7 @@ class Comparison(Grid):
 
     def fill(self, failed: Mapping[str, str]) -> Table:
         runs = self.runs()
-        done = {key: experiment.load(job.path) for key, job in runs.items() if job.done}
+        done = {key: load(job.path) for key, job in runs.items() if job.done}
         rows = [
             Row(
                 (*self.heading(row), kind),
@@ -139,7 +139,7 @@ class Comparison(Grid):
         return Table(self.name, self.caption(), self.headings(), columns, tuple(rows), (), tuple(records))
 
     def cell(
-        self, row: str, setting: Setting, kind: str, done: Mapping[tuple[str, Setting, int], experiment.Run]
+        self, row: str, setting: Setting, kind: str, done: Mapping[tuple[str, Setting, int], Run]
     ) -> Cell:
         """Best or Last of the runs there are."""
         seeds, reported = self.order.seeds, self.reported(row, setting)
@@ -169,7 +169,7 @@ class Comparison(Grid):
         return f"BACC (%) on {self.order.data}: {what}."
 
     def record(
-        self, row: str, setting: Setting, seed: int, job: Train, run: experiment.Run | None, failed: Mapping[str, str]
+        self, row: str, setting: Setting, seed: int, job: Train, run: Run | None, failed: Mapping[str, str]
     ) -> dict[str, Any]:
         """One line of the CSV."""
         facts: dict[str, Any] = {

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 
 from fednoro.bench.jobs import Job
-from fednoro.config import Config
 from fednoro.core.files import write_whole
 from fednoro.core.types import State, UserError
 from fednoro.data.federation import Federation
 from fednoro.engine.streams import release_memory
-from fednoro.experiment import Run, Watcher
-from fednoro.rounds import Turn
+from fednoro.experiment.config.configuration import Config
+from fednoro.experiment.drive import Run, Watcher
+from fednoro.experiment.rounds import Turn
 
 Tell = Callable[[str, Any], None]  # (what happened, details)
 

@@ -26,17 +26,18 @@ from fednoro.audit.exchanges import Audit, Sent
 from fednoro.audit.page import Account
 from fednoro.audit.simulated import end_of_run, unmeasured, verdicts_in
 from fednoro.audit.writing import write_page
-from fednoro.conduct import Watcher, held
-from fednoro.config import Config, resolve, section_name
 from fednoro.core.files import disk_errors, write_json
 from fednoro.core.types import State, UserError
+from fednoro.experiment.checkpoint import checkpoints, restore, save_checkpoint, to_device
+from fednoro.experiment.config.configuration import Config, resolve, section_name
+from fednoro.experiment.drive import Watcher, held
+from fednoro.experiment.rounds import Turn, play
+from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.flower.coordinator import LogWatcher, moment, network_for, recalibrated
 from fednoro.flower.exchange import FlowerExchange
 from fednoro.flower.options import AuditOrder, Deployment
 from fednoro.flower.roster import Roster
 from fednoro.flower.site import run_order
-from fednoro.rounds import Turn, play
-from fednoro.runs import RunFolder, to_device
 
 
 def audit_sites(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | None = None) -> Path:
@@ -68,7 +69,7 @@ def _begun(folder: RunFolder, order: AuditOrder) -> str:
         return str(kept["run"])
     for path in (file, *(folder.path / name for name in ("result.json", "clients.csv", "rounds.jsonl"))):
         path.unlink(missing_ok=True)
-    for checkpoint in folder.checkpoints():
+    for checkpoint in checkpoints(folder):
         checkpoint.unlink()
     # Clients have the numbers that they had in the run, which its verdicts speak of.
     known = json.loads((order.folder / "sites.json").read_text(encoding="utf-8"))
@@ -90,7 +91,7 @@ def _played(
     held_out = method.scores == "corrected" and section_name(config, "data") == "sites"
     told = run_order(config, classes, held_out, None, method)
     exchange = FlowerExchange(grid, roster, lambda: moment(folder, key, told), roster.options.round_timeout)
-    state = folder.restore({})
+    state = restore(folder, {})
     if state is None:
         if method.scores == "corrected":
             start = end_of_run(of).state.model
@@ -103,7 +104,7 @@ def _played(
     for turn in play(method, state, exchange, roster.clients, unmeasured, config.train.participation):
         state = turn.state
         folder.record(_unmeasured(turn))
-        folder.save(state, {})
+        save_checkpoint(folder, state, {})
         for message in turn.warnings:
             watcher.warned(message)
         watcher.progress(f"audit, {turn.task}: rounds", state.round, method.rounds)

@@ -189,7 +189,7 @@ def check_installed() -> None:
 
 
 def _reopened(resume: Path, what: str = "carried on") -> tuple[Any, Path]:
-    from fednoro.config import resolve
+    from fednoro.experiment.config.configuration import resolve
 
     folder = resume.expanduser().absolute()
     for name in ("config.yaml", "flower.json", "sites.json"):

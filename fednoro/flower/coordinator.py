@@ -21,23 +21,29 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from safetensors import SafetensorError, safe_open
 
-from fednoro.begun import keep_or_compare
-from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, warnings_to
-from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.core.aggregate import average
 from fednoro.core.files import write_json, write_whole
 from fednoro.core.types import Failure, FedNoRoWarning, Reply, State, Task, UserError, Weights
 from fednoro.engine.choose import choose_device
-from fednoro.experiment import federation_of, free_folder, laboratory, tester
+from fednoro.experiment.checkpoint import (
+    checkpoints,
+    environment,
+    keep_or_compare,
+    restore,
+    to_device,
+)
+from fednoro.experiment.config.configuration import Config, anchored, dump, resolve, section_name
+from fednoro.experiment.drive import Run, Setting, Watcher, drive, finish, held, load, warnings_to
+from fednoro.experiment.rounds import Evaluation, Turn
+from fednoro.experiment.run_folder.run_files import RunFolder
+from fednoro.experiment.simulation import federation_of, free_folder, laboratory, tester
+from fednoro.experiment.watch.trackers import tracked
 from fednoro.flower.exchange import FlowerExchange
 from fednoro.flower.options import Deployment
 from fednoro.flower.roster import Kind, Roster, known_sites, numbered
 from fednoro.flower.site import run_order
 from fednoro.models import Packed, initialise
 from fednoro.report import write_report
-from fednoro.rounds import Evaluation, Turn
-from fednoro.runs import RunFolder, environment, to_device
-from fednoro.track import tracked
 
 ATTEMPTS = 3  # at an evaluation that no site answers
 
@@ -202,7 +208,7 @@ class _Coordinator:
             )
 
     def _restored(self, exchange: FlowerExchange, ground: Ground) -> State:
-        state, config = self.folder.restore({}), self.config
+        state, config = restore(self.folder, {}), self.config
         if state is None:
             start = ground.start
             if config.model.recalibrate:
@@ -281,7 +287,7 @@ class SiteEvaluation:
 
 def _oldest_position(folder: RunFolder) -> int:
     """How long clients.csv was at the oldest checkpoint that a resumed run may go back to; 0 without one."""
-    saved = folder.checkpoints()
+    saved = checkpoints(folder)
     try:
         with safe_open(saved[0], framework="pt") as file:
             return int(json.loads((file.metadata() or {})["state"])["logs"]["clients.csv"])

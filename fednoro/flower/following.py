@@ -19,11 +19,11 @@ from rich.text import Text
 from fednoro.audit.estimates import Estimate, SiteFinding
 from fednoro.audit.pages import plain
 from fednoro.audit.writing import site_table
-from fednoro.conduct import load
-from fednoro.config import Config, anchored, as_tree, resolve
 from fednoro.core.types import UserError
-from fednoro.display import Terminal
-from fednoro.experiment import free_folder
+from fednoro.experiment.config.configuration import Config, anchored, as_tree, resolve
+from fednoro.experiment.drive import load
+from fednoro.experiment.simulation import free_folder
+from fednoro.experiment.watch.terminal import Terminal
 from fednoro.flower.running import COMPLETED, DEFAULTS, Link, Status, UnreachableError
 
 Values = dict[str, str | int | float]

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from fednoro.config import anchored, dump, resolve
 from fednoro.core.files import disk_errors, write_whole
 from fednoro.core.types import UserError
+from fednoro.experiment.config.configuration import anchored, dump, resolve
 from fednoro.flower.running import app_toml
 
 _APP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,38}")  # Flower's rule for apps and their folders

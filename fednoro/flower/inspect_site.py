@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from fednoro.config import Config
 from fednoro.core.types import UserError
 from fednoro.data.cache.preparation import Plan, Preparable, home_folder
 from fednoro.data.cache.preparation import prepare as prepare_cache
 from fednoro.data.sources import Source
 from fednoro.engine.choose import choose_device
+from fednoro.experiment.config.configuration import Config
 from fednoro.flower.checks import Check, failed, few, ok, size, warning
 from fednoro.models import initialise
 

@@ -70,7 +70,7 @@ def init(
 
     Example: fednoro flower init federation digits train.rounds=50 method=fednoro
     """
-    from fednoro.config import resolve, section_name
+    from fednoro.experiment.config.configuration import resolve, section_name
     from fednoro.flower.init import write_app
 
     plain = [item for item in items or [] if "=" not in item]

@@ -20,9 +20,9 @@ from flwr.serverapp import Grid
 
 from fednoro.core.files import write_json
 from fednoro.core.types import UserError
+from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.flower.options import Deployment
 from fednoro.flower.records import ERROR
-from fednoro.runs import RunFolder
 
 AGAIN = 60.0  # seconds after which a node that was refused is asked again: its site may have been put right
 Kind = tuple[tuple[str, ...], tuple[int, ...]]  # class names, and height, width and channels of the images

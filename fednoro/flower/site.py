@@ -18,7 +18,6 @@ import torch
 import yaml
 
 from fednoro.audit.exchanges import Audit
-from fednoro.config import Config, as_tree, resolve
 from fednoro.core.options import Options, option
 from fednoro.core.seeds import generator
 from fednoro.core.types import IntArray, UserError
@@ -30,6 +29,7 @@ from fednoro.detection.score_privacy import Protection
 from fednoro.engine.choose import Hardware, choose_device
 from fednoro.engine.eager import EagerEngine
 from fednoro.engine.threads import worthwhile_threads
+from fednoro.experiment.config.configuration import Config, as_tree, resolve
 from fednoro.methods import Method
 from fednoro.models import initialise
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fednoro.config import Config, resolve
 from fednoro.core.types import UserError
+from fednoro.experiment.config.configuration import Config, resolve
 from fednoro.flower.checks import Check, failed, guarded, ok, warning
 from fednoro.flower.inspect_link import inspect_ca, inspect_connection, inspect_key
 from fednoro.flower.inspect_site import (

@@ -43,10 +43,10 @@ from fednoro.core.types import (
     Weights,
 )
 from fednoro.detection.verdicts import verdicts
+from fednoro.experiment.rounds import Screen, draw
 from fednoro.flower.local import LAM, SCORE, TEMPERATURE
 from fednoro.flower.records import SIZE
 from fednoro.methods import FedNoRo as Method
-from fednoro.rounds import Screen, draw
 
 
 class FedNoRo(FedAvg):

@@ -64,7 +64,7 @@ def watch_run(folder: Path, write: Callable[..., Path], wait: Callable[[float], 
 
 
 def _state(folder: Path) -> tuple[object, ...]:
-    from fednoro.report.reading import is_held
+    from fednoro.experiment.run_folder.recorded_run import is_held
 
     def stamp(name: str) -> tuple[int, int] | None:
         try:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fednoro.config import INCIDENTAL, flattened
 from fednoro.core.metrics import best_last
 from fednoro.core.types import FloatArray, UserError
-from fednoro.report.reading import Recorded, read
+from fednoro.experiment.config.configuration import INCIDENTAL, flattened
+from fednoro.experiment.run_folder.recorded_run import Recorded, read
 
 APART = {*INCIDENTAL, "seed"}  # in which runs of one group may differ
 MEASURES = ("best", "last", "final")

@@ -9,9 +9,9 @@ import numpy as np
 
 from fednoro.core.metrics import best_last, per_class_recall
 from fednoro.core.types import FloatArray, IntArray
+from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.figures.figure import counted, is_are, listed, quoted
 from fednoro.report.judged import OTHER_STARTS, Judged
-from fednoro.report.reading import Recorded
 from fednoro.report.scene import shortened
 
 POOR_RECALL, FALL, FEW_TESTED, FEW_IMAGES = 0.5, 0.03, 30, 5

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fednoro.core.types import BoolArray, FloatArray, IntArray
-from fednoro.report.reading import Recorded
+from fednoro.experiment.run_folder.recorded_run import Recorded
 
 OTHER_STARTS = 9
 

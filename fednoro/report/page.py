@@ -17,13 +17,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fednoro.core.files import write_whole
+from fednoro.experiment.run_folder.recorded_run import Recorded, read
 from fednoro.report import palette
 from fednoro.report.figures import figures
 from fednoro.report.figures.figure import NARROW, WIDE, Cell, Figure, counted
 from fednoro.report.figures.training import duration
 from fednoro.report.findings import findings
 from fednoro.report.judged import judged
-from fednoro.report.reading import Recorded, read
 from fednoro.report.scene import printable
 
 MANY = 130  # clients side by side, more than a phone has room for even when scrolled

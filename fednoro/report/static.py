@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from fednoro.core.files import disk_errors, write_whole
 from fednoro.core.types import UserError
+from fednoro.experiment.run_folder.recorded_run import read
 from fednoro.report.figures import figures
 from fednoro.report.figures.figure import NARROW, WIDE
 from fednoro.report.judged import judged
 from fednoro.report.palette import HEAT_STEPS, LIGHT, STYLES, Style, on_heat
-from fednoro.report.reading import read
 from fednoro.report.scene import Mark, Scene, corners
 
 if TYPE_CHECKING:

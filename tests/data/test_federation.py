@@ -18,7 +18,7 @@ from fednoro.data.federation import Federation, assemble
 from fednoro.data.noise import NOISES
 from fednoro.data.partition import PARTITIONS
 from fednoro.data.split import Split
-from fednoro.display import Terminal
+from fednoro.experiment.watch.terminal import Terminal
 
 
 def dataset(n: int = 60) -> Dataset:

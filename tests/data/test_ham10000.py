@@ -19,12 +19,12 @@ import pytest
 from PIL import Image
 
 import fednoro
-from fednoro.config import resolve
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.cache.archive import open_tree
 from fednoro.data.dataset import Dataset
 from fednoro.data.sources.dermoscopy import Zips
 from fednoro.data.sources.ham10000 import PUBLISHED, Ham10000
+from fednoro.experiment.config.configuration import resolve
 
 SEVEN = ("mel", "nv", "bcc", "akiec", "bkl", "df", "vasc")
 EIGHT = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")

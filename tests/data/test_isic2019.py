@@ -17,10 +17,10 @@ import pytest
 from PIL import Image
 
 import fednoro
-from fednoro.config import resolve
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.dataset import Dataset
 from fednoro.data.sources.isic2019 import PUBLISHED, Isic2019
+from fednoro.experiment.config.configuration import resolve
 
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 COLUMNS = (*CLASSES, "UNK")

@@ -21,9 +21,10 @@ import fednoro
 from fednoro.audit.writing import Audited, audit_run
 from fednoro.core.types import UserError
 from fednoro.data.federation import Federation
-from fednoro.experiment import Run
+from fednoro.experiment.checkpoint import checkpoints, load_checkpoint
+from fednoro.experiment.drive import Run
+from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.methods.fednoro_plus import SOFT
-from fednoro.runs import RunFolder, load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Few clients with enough images that an early model can tell, in a few seconds.
@@ -137,7 +138,7 @@ def test_corrected_labels_are_judged_by_what_the_run_made_of_them(run: Run, tmp_
     assert logs == {name: (plus.folder / name).read_bytes() for name in logs}, "an audit changes nothing in the run"
     ids = plus.config.data.load(plus.config.seed, lambda *_: None).ids
     assert ids is not None
-    memories = load_checkpoint(RunFolder(plus.folder).checkpoints()[-1]).memories
+    memories = load_checkpoint(checkpoints(RunFolder(plus.folder))[-1]).memories
     assert {k for k, memory in memories.items() if SOFT in memory} == set(plus.detection["flagged"])
     for k in plus.detection["flagged"]:
         q, part = memories[k][SOFT].numpy(), plus.federation.parts[k]

@@ -22,7 +22,7 @@ import fednoro
 from fednoro.core.training import Augment
 from fednoro.data.dataset import Dataset
 from fednoro.engine.choose import Hardware
-from fednoro.experiment import Lab
+from fednoro.experiment.simulation import Lab
 from fednoro.methods import Method
 from fednoro.models import Packed
 
@@ -215,7 +215,7 @@ def test_the_speed_benchmarks_need_nothing_but_the_training_path_and_pillow() ->
 import sys
 sys.modules.update(dict.fromkeys(("pydantic", "typer", "safetensors", "torchvision")))
 import benchmarks.engine, benchmarks.machine, benchmarks.plain, benchmarks.scale
-assert "fednoro.config" not in sys.modules and "fednoro.experiment" not in sys.modules
+assert "fednoro.experiment.config.configuration" not in sys.modules and "fednoro.experiment.simulation" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -31,8 +31,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fednoro
-from fednoro.config import REGISTRIES, dump, presets, resolve
 from fednoro.core.types import FedNoRoWarning, UserError
+from fednoro.experiment.config.configuration import REGISTRIES, dump, presets, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

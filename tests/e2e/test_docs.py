@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fednoro.config import presets
 from fednoro.core.options import allowed
+from fednoro.experiment.config.configuration import presets
 from fednoro.methods import METHODS, Method
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def option_rows(method: type[Method]) -> list[str]:
 def preset_rows() -> list[str]:
     rows = []
     for name, line in presets().items():
-        tree = yaml.safe_load((files("fednoro") / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
+        tree = yaml.safe_load((files("fednoro.experiment") / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
         chosen = [
             f"`{method}`: {', '.join(f'{key} {value}' for key, value in options.items())}"
             for method, options in tree.get("methods", {}).items()

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from fednoro import experiment
+from fednoro.experiment import simulation
 from fednoro.flower.certificates import Certificates, make
 from fednoro.flower.running import Link, app_toml, command, environment, free_port, healthy, owned
 
@@ -108,7 +108,7 @@ def test_flowers_simulation_with_twenty_clients_has_the_bits_of_a_run_in_one_pro
     done = fednoro("flower", "simulate", str(EXAMPLE), *overrides, f"out={tmp_path}", "name=there", env=env)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "round   3/3" in done.stdout and "BACC  best" in done.stdout
-    here = experiment.run("digits", *overrides, f"out={tmp_path}", "name=here")
+    here = simulation.run("digits", *overrides, f"out={tmp_path}", "name=here")
     same_bits(tmp_path / "there", here.folder)
     assert len(json.loads((tmp_path / "there" / "sites.json").read_text())["sites"]) == 20
 
@@ -210,7 +210,7 @@ def test_fednoro_on_three_nodes_with_tls_and_authentication(federation: Federati
         env=federation.env,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr + done.stdout + federation.log("link")[-4000:]
-    here = experiment.run(*overrides, f"out={tmp_path}", "name=here")
+    here = simulation.run(*overrides, f"out={tmp_path}", "name=here")
     same_bits(tmp_path / "there", here.folder)
     files = {path.name for path in (tmp_path / "there").iterdir()}
     assert files >= {path.name for path in here.folder.iterdir()} | {"sites.json", "flower.json"}

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fednoro.config import presets
 from fednoro.core.types import FedNoRoWarning
 from fednoro.data.cache.preparation import Preparable, verify
 from fednoro.data.sources import SOURCES
+from fednoro.experiment.config.configuration import presets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

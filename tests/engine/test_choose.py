@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fednoro.engine
-from fednoro.config import resolve
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.engine import choose
-from fednoro.engine.cuda import image_kernel
 from fednoro.engine.choose import Hardware, choose_device
 from fednoro.engine.cpu import CpuEngine, windows
+from fednoro.engine.cuda import image_kernel
 from fednoro.engine.cuda.cuda_engine import CudaEngine
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.config.configuration import resolve
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ONE_GIB = 2**30

@@ -20,9 +20,9 @@ from fednoro.engine.cuda.cuda_lane import CudaLane
 from fednoro.engine.cuda.training_request import Request
 from fednoro.engine.eager import EagerEngine
 from fednoro.engine.lane import batches, schedule
+from fednoro.experiment.rounds import Evaluation, play
 from fednoro.methods import Method
 from fednoro.models import Packed
-from fednoro.rounds import Evaluation, play
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,15 +16,16 @@ from federations import GAPPED, ONE_IMAGE, ORDINARY, federation, network, start
 from torch import Tensor
 
 import fednoro
-from fednoro.config import resolve
 from fednoro.core.training import Training
 from fednoro.core.types import Failure, Replies, Reply, State, Task, UserError, Weights
 from fednoro.engine.eager import EagerEngine
-from fednoro.experiment import Watcher
+from fednoro.experiment.checkpoint import checkpoints, load_checkpoint
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.drive import Watcher
+from fednoro.experiment.rounds import Evaluation, Turn, play
+from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.methods import METHODS, FedCorr, FedCorrLA
 from fednoro.methods.fedcorr import FEWEST
-from fednoro.rounds import Evaluation, Turn, play
-from fednoro.runs import RunFolder, load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHOD = FedCorr()
@@ -408,7 +409,7 @@ QUICK = (
 def test_a_run_on_digits_keeps_its_corrected_labels(name: str, tmp_path: Path) -> None:
     run = fednoro.run("digits", f"method={name}", *QUICK, f"out={tmp_path}")
     assert len(run.bacc) == 4 and run.detection is not None and len(run.detection["clients"]) == 5
-    saved = load_checkpoint(RunFolder(run.folder).checkpoints()[-1])
+    saved = load_checkpoint(checkpoints(RunFolder(run.folder))[-1])
     assert all("losses" in memory for memory in saved.memories.values())
     flagged = {k for k, row in run.detection["clients"].items() if row["mu"] > 0}
     assert flagged and all("labels" in saved.memories[int(k)] for k in flagged)
@@ -442,7 +443,7 @@ def test_a_stopped_run_goes_on_with_the_same_labels(exchanges: int, tmp_path: Pa
             watcher=Stopper(exchanges),
         )
     part = fednoro.resume(tmp_path / "part")
-    ends = [load_checkpoint(RunFolder(run.folder).checkpoints()[-1]) for run in (whole, part)]
+    ends = [load_checkpoint(checkpoints(RunFolder(run.folder))[-1]) for run in (whole, part)]
     assert whole.bacc == part.bacc and whole.detection == part.detection
     lists = [
         {k: {key: v.tolist() for key, v in m.items()} for k, m in end.memories.items()}

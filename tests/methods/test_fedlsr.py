@@ -11,9 +11,9 @@ import torch
 from federations import MIXED, TRAINING, federation, network, start, three_channels
 
 import fednoro
-from fednoro.config import resolve
 from fednoro.core.types import Step, Task, UserError
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.config.configuration import resolve
 from fednoro.methods import FedLSR
 
 pytestmark = pytest.mark.usefixtures("one_thread")

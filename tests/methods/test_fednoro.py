@@ -34,9 +34,9 @@ from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.detection.verdicts import verdicts
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.rounds import Evaluation, Turn, play
 from fednoro.methods import FedLA, FedNoRo, Method
 from fednoro.models import Cnn, Packed, initialise
-from fednoro.rounds import Evaluation, Turn, play
 
 NAN = math.nan
 NOTHING = Evaluation(np.eye(3, dtype=np.int64), 0.0)

@@ -27,12 +27,13 @@ from fednoro.detection.calibrated import WIDTHS
 from fednoro.detection.explained import EVIDENCE
 from fednoro.detection.score_privacy import Protection, protect
 from fednoro.detection.verdicts import SCORED, verdicts
-from fednoro.display import Terminal
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.checkpoint import restore, save_checkpoint
+from fednoro.experiment.rounds import Evaluation, Turn, play
+from fednoro.experiment.run_folder.run_files import RunFolder
+from fednoro.experiment.watch.terminal import Terminal
 from fednoro.methods import FedLA, FedNoRo, FedNoRoPlus, Method
 from fednoro.methods.fednoro_plus import CORRECTED, SOFT, TEACHER
-from fednoro.rounds import Evaluation, Turn, play
-from fednoro.runs import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -816,12 +817,12 @@ def test_labels_are_corrected_once_and_kept_through_a_stop_in_any_stage(
     ):
         folder = RunFolder(tmp_path / str(number))
         folder.create()
-        folder.save(turn.state, lab.clients)
+        save_checkpoint(folder, turn.state, lab.clients)
         whole.append(turn)
     soft = {k: lab.clients[k].memory[SOFT] for k in (3, 4)}
     for number in stops:
         again = Lab(noisy=(3, 4))
-        state = RunFolder(tmp_path / str(number)).restore(again.clients)
+        state = restore(RunFolder(tmp_path / str(number)), again.clients)
         assert state is not None
         rest = again.play(method, state)
         assert (

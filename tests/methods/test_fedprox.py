@@ -12,12 +12,12 @@ import torch
 from federations import CLASSES, MIXED, TRAINING, distance, federation, network, same, start
 
 import fednoro
-from fednoro.config import resolve
 from fednoro.core.types import Task, UserError, Weights
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.rounds import Evaluation, play
 from fednoro.methods import FedProx, Method
 from fednoro.models import Packed
-from fednoro.rounds import Evaluation, play
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -37,10 +37,11 @@ from fednoro.core.options import summary
 from fednoro.core.types import Clients, Failure, Replies, Reply, Site, State, Step, Task, Weights
 from fednoro.data.client import Client
 from fednoro.engine.eager import EagerEngine, EagerSite
+from fednoro.experiment.checkpoint import restore, save_checkpoint
+from fednoro.experiment.rounds import Evaluation, Turn, play
+from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.methods import METHODS, Method, RoFL
 from fednoro.models import Packed
-from fednoro.rounds import Evaluation, Turn, play
-from fednoro.runs import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -491,7 +492,7 @@ def test_playing_on_from_a_checkpoint_after_any_exchange_gives_the_same_bits(
     for number, turn in enumerate(turns(method, lab, **trouble)):
         folder = RunFolder(tmp_path / str(number))
         folder.create()
-        folder.save(turn.state, lab.clients)
+        save_checkpoint(folder, turn.state, lab.clients)
         whole.append(turn.state)
     memories = {k: client.memory for k, client in lab.clients.items()}
     assert whole[-1].round == ROUNDS
@@ -501,7 +502,7 @@ def test_playing_on_from_a_checkpoint_after_any_exchange_gives_the_same_bits(
 
     for number in range(len(whole) - 1):
         resumed = Lab(MIXED)
-        state = RunFolder(tmp_path / str(number)).restore(resumed.clients)
+        state = restore(RunFolder(tmp_path / str(number)), resumed.clients)
         assert state is not None and same(state, whole[number])
         rest = [turn.state for turn in turns(method, resumed, state, **trouble)]
         assert len(rest) == len(whole) - number - 1

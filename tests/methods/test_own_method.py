@@ -17,8 +17,8 @@ import fednoro
 from fednoro.bench.jobs import sharing, train
 from fednoro.bench.order import Order
 from fednoro.bench.paper import Setting
-from fednoro.config import dump, resolve
 from fednoro.core.types import UserError
+from fednoro.experiment.config.configuration import dump, resolve
 from fednoro.methods import METHODS, Method, find_method, name_of
 
 SOURCE = '''

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import fednoro
 from fednoro.core.types import FedNoRoWarning, Replies, Reply, State, Task, UserError, Weights
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.rounds import Evaluation, Turn, play
 from fednoro.methods import RHFL
 from fednoro.methods.rhfl import confidences, progress
-from fednoro.rounds import Evaluation, Turn, play
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,7 +27,6 @@ from federations import (
 from torch import Tensor, nn
 
 import fednoro
-from fednoro.config import resolve
 from fednoro.core.types import (
     Clients,
     FedNoRoWarning,
@@ -42,10 +41,11 @@ from fednoro.core.types import (
 from fednoro.engine.cpu import CpuEngine
 from fednoro.engine.cuda.cuda_engine import CudaEngine
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.rounds import Evaluation, play
 from fednoro.methods import METHODS
 from fednoro.methods.rofl import RoFL, moved, shared_centroids, small_loss
 from fednoro.models import Packed
-from fednoro.rounds import Evaluation, play
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

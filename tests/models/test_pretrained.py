@@ -31,8 +31,9 @@ from fednoro.core.types import FedNoRoWarning, UserError, Weights
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.checkpoint import load_checkpoint
+from fednoro.experiment.drive import Watcher
 from fednoro.models import Cnn, ResNet, Resnet18, Resnet34, Resnet50, initialise, load_pretrained
-from fednoro.runs import load_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -413,7 +414,7 @@ def test_a_run_starts_from_the_clients_statistics_averaged_by_size_and_resumes_t
     expected = average((lab.recalibrate(start, client), len(client.index)) for client in clients)
     assert torch.equal(expected.values[: lab.net.trainable], start.values[: lab.net.trainable])
 
-    class Stopped(fednoro.experiment.Watcher):
+    class Stopped(Watcher):
         def started(self, config, folder, federation, state, engine):  # type: ignore[no-untyped-def]
             assert torch.equal(state.model.values, expected.values)
             raise KeyboardInterrupt

@@ -21,28 +21,14 @@ ORDER = (
 )  # fmt: skip
 # Where modules that still lie at the top will move.
 UNMOVED = {
-    "rounds": "experiment",
-    "experiment": "experiment",
-    "conduct": "experiment",
-    "runs": "experiment",
-    "trained": "experiment",
-    "export": "experiment",
-    "predict": "experiment",
-    "config": "experiment",
-    "validation": "experiment",
-    "begun": "experiment",
-    "display": "experiment",
-    "track": "experiment",
     "deliver": "cli",
     "listing": "cli",
     "prepare": "cli",
 }
 # Imports against the order that later work removes, with the reason.
 EXCEPTIONS = {
-    ("fednoro.experiment", "fednoro.report"): "a run writes its own report",
-    ("fednoro.display", "fednoro.report.findings"): "the terminal says how firm a verdict is",
-    ("fednoro.display", "fednoro.report.judged"): "the terminal says how firm a verdict is",
-    ("fednoro.display", "fednoro.report.reading"): "the terminal says how firm a verdict is",
+    ("fednoro.experiment.watch.terminal", "fednoro.report.findings"): "the terminal says how firm a verdict is",
+    ("fednoro.experiment.watch.terminal", "fednoro.report.judged"): "the terminal says how firm a verdict is",
 }
 RANK = {name: rank for rank, layer in enumerate(ORDER) for name in layer}
 TRAINING_PATH = ("core", "data", "detection", "methods", "engine")
@@ -101,13 +87,13 @@ def test_every_package_has_its_place() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import fednoro.rounds",
-        "from fednoro.rounds import play",
+        "import fednoro.experiment.rounds",
+        "from fednoro.experiment.rounds import play",
         "from fednoro import rounds",
         "from fednoro.detection.mixture_detector import fill_missing",
         "import fednoro",  # the front door is above everything
-        "def late():\n    from fednoro.rounds import play",
-        "if TYPE_CHECKING:\n    from fednoro.rounds import play",
+        "def late():\n    from fednoro.experiment.rounds import play",
+        "if TYPE_CHECKING:\n    from fednoro.experiment.rounds import play",
     ],
 )
 def test_upward_import_is_noticed(source: str) -> None:
@@ -159,7 +145,7 @@ for name in {modules!r}:
     importlib.import_module(name)
 assert not [name for name in {(*EDGE_ONLY, "torchvision")!r} if sys.modules.get(name)]
 try:
-    import fednoro.runs
+    import fednoro.experiment.checkpoint
 except ImportError:
     print("blocked")
 """

@@ -18,8 +18,8 @@ from fednoro.audit.exchanges import LEVELS, OUTPUTS, PROBABILITIES, Audit, folds
 from fednoro.core.types import Failure, Reply, State, Step, Task
 from fednoro.data.client import Client
 from fednoro.engine.eager import EagerEngine
+from fednoro.experiment.rounds import Evaluation, play
 from fednoro.methods import FedNoRo, Method
-from fednoro.rounds import Evaluation, play
 
 WARMUP = 3
 

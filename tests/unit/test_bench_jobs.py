@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fednoro import experiment
+import fednoro
 from fednoro.bench.board import Board
 from fednoro.bench.figures import Partition, WarmUp, counts
 from fednoro.bench.jobs import (
@@ -30,14 +30,16 @@ from fednoro.bench.order import Order
 from fednoro.bench.paper import Setting
 from fednoro.bench.tables import Comparison, Indicators
 from fednoro.bench.workers import perform_all
-from fednoro.config import Config
 from fednoro.core.types import UserError
 from fednoro.data.federation import Federation
 from fednoro.detection.indicators import INDICATORS
-from fednoro.experiment import Watcher
+from fednoro.experiment import simulation
+from fednoro.experiment.checkpoint import checkpoints
+from fednoro.experiment.config.configuration import Config
+from fednoro.experiment.drive import Watcher
+from fednoro.experiment.rounds import Turn
+from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.methods import FedLA
-from fednoro.rounds import Turn
-from fednoro.runs import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,12 +86,12 @@ def test_a_run_from_a_shared_federation_and_warm_up_has_the_bits_of_one_that_mad
 ) -> None:
     assert len(list((made / "federations").iterdir())) == len(list((made / "warmups").iterdir())) == 1
     for (row, _, _), job in ablation(made).runs().items():
-        alone = experiment.run(replace(job.config, out=str(tmp_path)))
+        alone = fednoro.run(replace(job.config, out=str(tmp_path)))
         for name in ("model.safetensors", "clients.csv", "split.csv", "split.npz"):
             assert (alone.folder / name).read_bytes() == (job.path / name).read_bytes(), (row, name)
         assert records(alone.folder) == records(job.path), row
-        assert experiment.load(job.path).bacc == alone.bacc
-        assert experiment.load(job.path).detection == alone.detection
+        assert fednoro.load(job.path).bacc == alone.bacc
+        assert fednoro.load(job.path).detection == alone.detection
         assert (alone.detection is None) == (row == "fedla")
     assert {record["stage"] for record in records(job.path)} == {"warm-up", "noise-robust training"}
 
@@ -103,7 +105,7 @@ def test_what_is_done_is_not_done_again_and_other_rows_only_add_what_is_missing(
 def test_the_table_is_filled_from_the_runs(made: Path) -> None:
     grid = ablation(made)
     table = grid.fill({})
-    runs = {row: experiment.load(job.path) for (row, _, _), job in grid.runs().items()}
+    runs = {row: fednoro.load(job.path) for (row, _, _), job in grid.runs().items()}
     assert [row.heading[-1] for row in table.rows] == ["Best", "Last"] * 3
     assert [row.cells[0].values for row in table.rows] == [
         (100 * value,) for run in runs.values() for value in (run.best, run.last)
@@ -178,7 +180,7 @@ def test_a_run_that_was_stopped_goes_on_and_one_that_had_not_begun_begins_anew(m
     (job.path / "config.yaml").write_text((made / "runs" / job.path.name / "config.yaml").read_text())
     with pytest.raises(KeyboardInterrupt):
         job.perform(Stops())
-    assert not job.done and RunFolder(job.path).checkpoints()[-1].name == "round-00004.safetensors"
+    assert not job.done and checkpoints(RunFolder(job.path))[-1].name == "round-00004.safetensors"
     assert closure([job]) == [job], "all it needs is in its folder"
     shutil.rmtree(tmp_path / "federations")
     job.perform(Watcher())

@@ -28,8 +28,8 @@ from fednoro.bench.tables import (
     paper_grid,
     settings_of,
 )
-from fednoro.config import flat, resolve, section_name
 from fednoro.core.types import FedNoRoWarning, UserError
+from fednoro.experiment.config.configuration import flat, resolve, section_name
 from fednoro.methods import METHODS as REGISTERED
 from fednoro.methods import FedNoRo
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from fednoro.bench.board import Board, _span
 from fednoro.bench.jobs import Job
 from fednoro.bench.workers import perform_all
-from fednoro.config import resolve
 from fednoro.core.types import UserError
-from fednoro.experiment import Watcher
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.drive import Watcher
 
 CONFIG = resolve("digits")
 

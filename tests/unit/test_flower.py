@@ -11,15 +11,16 @@ import pytest
 from flower_grid import MemoryGrid
 from flwr.app import Message
 
-from fednoro import experiment
-from fednoro.conduct import Run
-from fednoro.config import resolve
+import fednoro
 from fednoro.core.types import UserError
+from fednoro.experiment import simulation
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.drive import Run
+from fednoro.experiment.run_folder.recorded_run import read
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
 from fednoro.flower.following import as_json
 from fednoro.methods import METHODS
-from fednoro.report.reading import read
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,7 +61,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_ends_with_the_same_bits_as_in_one_process(method: str, tmp_path: Path) -> None:
-    here = experiment.run(*settings(method, f"out={tmp_path}", "name=here"))
+    here = fednoro.run(*settings(method, f"out={tmp_path}", "name=here"))
     there = on_flower(MemoryGrid(app, nodes()), *settings(method, f"out={tmp_path}", "name=there"))
     assert (there.folder / "model.safetensors").read_bytes() == (here.folder / "model.safetensors").read_bytes()
     assert (there.folder / "clients.csv").read_bytes() == (here.folder / "clients.csv").read_bytes()
@@ -81,7 +82,7 @@ def test_verdicts_by_the_others_heads_are_those_of_a_run_in_one_process(
 ) -> None:
     """More clients than explained shares decide about alone."""
     asked = (*settings(method, "partition.clients=6", "data.images=240"), *rule, f"out={tmp_path}")
-    here = experiment.run(*asked, "name=here")
+    here = fednoro.run(*asked, "name=here")
     grid = MemoryGrid(app, nodes(6))
     there = on_flower(grid, *asked, "name=there")
     records = [record for message in grid.received for record in message.content.array_records.values()]
@@ -96,7 +97,7 @@ def test_verdicts_by_the_others_heads_are_those_of_a_run_in_one_process(
 def test_a_second_verdict_is_that_of_a_run_in_one_process(tmp_path: Path) -> None:
     stages = ("method=fednoro-plus", "method.warmup=5", "method.purge=4", "train.rounds=10")
     asked = ("digits", "partition.clients=6", "model.width=4", "noise.rate=0.34", "device=cpu", *stages)
-    here = experiment.run(*asked, f"out={tmp_path}", "name=here")
+    here = fednoro.run(*asked, f"out={tmp_path}", "name=here")
     there = on_flower(MemoryGrid(app, nodes(6)), *asked, f"out={tmp_path}", "name=there")
     assert there.detection == here.detection and here.detection is not None
     assert here.detection["reason"].endswith("(judged again)"), "otherwise this shows nothing"
@@ -116,7 +117,7 @@ def test_fedcorr_keeps_its_labels_at_the_clients(tmp_path: Path) -> None:
 def test_recalibrated_statistics_are_those_of_a_run_in_one_process(tmp_path: Path) -> None:
     model = ("model=flower_grid:network", "model.recalibrate=true", "train.rounds=2", "method=fedavg")
     bare = tuple(item for item in TINY if item != "model.width=2")
-    here = experiment.run(*bare, *model, f"out={tmp_path}", "name=here")
+    here = fednoro.run(*bare, *model, f"out={tmp_path}", "name=here")
     there = on_flower(MemoryGrid(app, nodes()), *bare, *model, f"out={tmp_path}", "name=there")
     assert (there.folder / "model.safetensors").read_bytes() == (here.folder / "model.safetensors").read_bytes()
     plain = on_flower(MemoryGrid(app, nodes()), *bare, model[0], *model[2:], f"out={tmp_path}", "name=plain")
@@ -158,7 +159,7 @@ def test_coordinator_that_is_killed_goes_on_to_the_same_bits(method: str, tmp_pa
 
 def test_the_report_of_a_simulation_knows_the_truth(tmp_path: Path) -> None:
     asked = settings("fednoro", f"out={tmp_path}", "noise.rate=0.5")
-    here = experiment.run(*asked, "name=here")
+    here = fednoro.run(*asked, "name=here")
     there = on_flower(MemoryGrid(app, nodes()), *asked, "name=there")
     found, expected = read(there.folder), read(here.folder)
     assert found.missing == [] and found.holdings is not None and expected.holdings is not None
@@ -202,4 +203,4 @@ def test_run_on_flower_is_not_resumed_in_one_process(tmp_path: Path) -> None:
     run = on_flower(MemoryGrid(app, nodes()), *settings("fedavg", f"out={tmp_path}", "name=run", "train.rounds=1"))
     (run.folder / "result.json").unlink()
     with pytest.raises(UserError, match=r"was run on Flower: .*fednoro flower run --resume"):
-        experiment.resume(run.folder)
+        fednoro.resume(run.folder)

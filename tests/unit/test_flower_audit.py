@@ -31,12 +31,12 @@ from fednoro.audit.estimates import findings
 from fednoro.audit.exchanges import Audit
 from fednoro.audit.letter import Holding, Judgement, write_letter
 from fednoro.audit.simulated import Examined, Subject, examine, subject, verdicts_in
-from fednoro.conduct import Watcher
-from fednoro.config import resolve
 from fednoro.core.types import UserError
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
-from fednoro.experiment import Lab, hardware_for
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.drive import Watcher
+from fednoro.experiment.simulation import Lab, hardware_for
 from fednoro.flower import server_app
 from fednoro.flower.audited import audit_sites
 from fednoro.flower.client_app import app

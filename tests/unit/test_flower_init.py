@@ -17,8 +17,8 @@ from flwr.cli.config_utils import load_and_validate
 from flwr.common.config import fuse_dicts
 from typer.testing import CliRunner
 
-from fednoro.config import resolve
 from fednoro.core.types import UserError
+from fednoro.experiment.config.configuration import resolve
 from fednoro.flower import operations
 from fednoro.flower.coordinator import read_config
 from fednoro.flower.init import write_app, write_site

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fednoro.config import resolve
 from fednoro.core.types import UserError
+from fednoro.experiment.config.configuration import resolve
 from fednoro.flower import command, following
 from fednoro.flower.coordinator import read_config
 from fednoro.flower.following import Follower, RunFailedError, as_json, follow, ordered, placed

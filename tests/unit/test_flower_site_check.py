@@ -263,7 +263,7 @@ def test_a_model_that_does_not_fit_fails(settings: Callable[..., Path], monkeypa
 
 
 def test_larger_models_and_batches_are_estimated_to_take_more(tmp_path: Path) -> None:
-    from fednoro.config import resolve
+    from fednoro.experiment.config.configuration import resolve
     from fednoro.flower.inspect_site import Holding, _needed
 
     holding = Holding(CLASSES, dict.fromkeys(CLASSES, 9), (32, 32, 3))

@@ -19,8 +19,8 @@ from flower_sites import CLASSES, IMAGES, NAMES, assert_inventory, make_site, no
 from flwr.app import Array, Message, RecordDict
 from PIL import Image
 
-from fednoro.conduct import Run
 from fednoro.core.types import Reply, Site, Task, UserError
+from fednoro.experiment.drive import Run
 from fednoro.flower.client_app import app
 from fednoro.flower.coordinator import coordinate
 from fednoro.flower.memory import Memory

@@ -12,9 +12,9 @@ import yaml
 from run_folders import make_run
 
 from fednoro.core.types import UserError
+from fednoro.experiment.run_folder.recorded_run import read
 from fednoro.report.compare import as_csv, compare, interval, scores
 from fednoro.report.compared import difference_table, render, summary
-from fednoro.report.reading import read
 
 
 def several(tmp_path: Path, methods: tuple[str, ...] = ("fednoro", "fedavg"), seeds: int = 3) -> list[Path]:

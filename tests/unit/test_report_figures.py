@@ -17,16 +17,16 @@ from run_folders import make_run
 from fednoro.core.types import UserError
 from fednoro.detection import leave_one_out_heads
 from fednoro.detection.mixture_detector import NoisyClientDetector
+from fednoro.experiment.run_folder.recorded_run import read
+from fednoro.experiment.run_folder.run_files import CLIENT_COLUMNS
 from fednoro.report import palette
 from fednoro.report.axes import round_ticks, short_names, whole_ticks
 from fednoro.report.figures import doubts, figures
 from fednoro.report.figures.figure import NARROW, WIDE, Figure
 from fednoro.report.judged import judged
 from fednoro.report.page import render, write
-from fednoro.report.reading import read
 from fednoro.report.scene import Scene, printable, shortened
 from fednoro.report.static import drawn, save_all
-from fednoro.runs import CLIENT_COLUMNS
 
 CLIENT = CLIENT_COLUMNS.index("client")
 ALL = [

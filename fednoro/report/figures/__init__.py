@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.figures import classes, clients, detection, doubts, marks, training
 from fednoro.report.figures.figure import Figure
 from fednoro.report.judged import Judged
-from fednoro.report.reading import Recorded
 
 Maker = Callable[[Recorded, Judged | None], Figure | None]
 

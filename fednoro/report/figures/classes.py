@@ -8,6 +8,7 @@ import numpy as np
 
 from fednoro.core.metrics import per_class_recall
 from fednoro.core.types import IntArray
+from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.axes import (
     Box,
     draw_x,
@@ -21,7 +22,6 @@ from fednoro.report.figures.columns import Grid
 from fednoro.report.figures.figure import Cell, Figure, Table, counted, listed, quoted
 from fednoro.report.judged import Judged
 from fednoro.report.palette import HEAT_STEPS
-from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene
 
 

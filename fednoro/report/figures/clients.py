@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from fednoro.core.types import FloatArray, IntArray
+from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.axes import Box, draw_x, draw_y, round_ticks, whole_ticks
 from fednoro.report.figures.figure import Cell, Figure, Table, counted
 from fednoro.report.figures.training import stage_bands, thinned, whole
 from fednoro.report.judged import Judged
-from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene
 
 Series = dict[int, tuple[IntArray, FloatArray]]

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.axes import (
     Box,
     draw_x,
@@ -19,7 +20,6 @@ from fednoro.report.axes import (
 from fednoro.report.figures.columns import GAP, LEAST, Grid
 from fednoro.report.figures.figure import Figure, Table, counted, is_are, listed, number
 from fednoro.report.judged import Judged
-from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene, shortened, text_width
 
 

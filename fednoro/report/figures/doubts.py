@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.axes import Box, draw_x, draw_y, percent, round_ticks, short_names, stands_free
 from fednoro.report.figures.figure import Figure, Table, counted, is_are, number
 from fednoro.report.judged import Judged
-from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene, text_width
 
 FLOOR = 0.02  # that of `fednoro.detection.leave_one_out_heads`, which would load torch

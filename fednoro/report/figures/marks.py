@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
+from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.axes import Box, draw_y, names_below, percent, room_below, short_names
 from fednoro.report.figures.columns import LEAST
 from fednoro.report.figures.figure import Figure, Table, counted, number
 from fednoro.report.judged import Judged
-from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene
 
 

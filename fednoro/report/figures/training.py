@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fednoro.core.metrics import best_last
+from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.axes import (
     Box,
     Scale,
@@ -17,7 +18,6 @@ from fednoro.report.axes import (
 )
 from fednoro.report.figures.figure import Figure, Table, counted
 from fednoro.report.judged import Judged
-from fednoro.report.reading import Recorded
 from fednoro.report.scene import Scene, shortened, text_width
 
 LAST = 10

@@ -14,17 +14,17 @@ from federations import start
 from rich.console import Console
 from run_folders import make_run
 
-from fednoro.config import resolve
 from fednoro.core.types import State
 from fednoro.data.cache.preparation import Prepared
 from fednoro.data.federation import Federation
 from fednoro.detection.mixture_detector import NoisyClientDetector
-from fednoro.display import Terminal, prepared_table
-from fednoro.experiment import Run
+from fednoro.experiment.config.configuration import resolve
+from fednoro.experiment.drive import Run
+from fednoro.experiment.rounds import Turn
+from fednoro.experiment.run_folder.recorded_run import read
+from fednoro.experiment.watch.terminal import Terminal, prepared_table
 from fednoro.report.findings import findings
 from fednoro.report.judged import judged as judged_by
-from fednoro.report.reading import read
-from fednoro.rounds import Turn
 
 
 def judged(after: int, flagged: Sequence[int], clients: Sequence[int] = range(6)) -> State:
@@ -53,7 +53,13 @@ def shown(run: Path, *verdicts: State, terminal: Terminal | None = None) -> list
 
 def test_a_verdict_that_stays_is_one_line_and_one_that_changes_is_shown_whole(run: Path) -> None:
     everybody = range(6)
-    verdicts = [judged(5, everybody), judged(10, everybody), judged(15, everybody), judged(16, [2, 5]), judged(17, [2])]
+    verdicts = [
+        judged(5, everybody),
+        judged(10, everybody),
+        judged(15, everybody),
+        judged(16, [2, 5]),
+        judged(17, [2]),
+    ]
     first, second, third, fourth, fifth = shown(run, *verdicts)
     assert second == "after round 10: the same 6 clients are flagged as after round 5\n"
     assert third == "after round 15: the same 6 clients are flagged as after round 5\n"
@@ -65,7 +71,10 @@ def test_a_verdict_that_stays_is_one_line_and_one_that_changes_is_shown_whole(ru
 
 @pytest.mark.parametrize(
     ("flagged", "said"),
-    [([], "nobody is flagged, as after round 5"), ([3], "the same client is flagged as after round 5")],
+    [
+        ([], "nobody is flagged, as after round 5"),
+        ([3], "the same client is flagged as after round 5"),
+    ],
 )
 def test_the_line_fits_any_number_of_clients(run: Path, flagged: list[int], said: str) -> None:
     assert shown(run, judged(5, flagged), judged(7, flagged))[1] == f"after round 7: {said}\n"
@@ -78,7 +87,9 @@ def test_a_client_that_is_judged_later_is_shown_though_it_is_clean(run: Path) ->
 
 def test_another_run_begins_with_the_whole_verdict(run: Path) -> None:
     watcher = Terminal(Console(width=100))
-    assert shown(run, judged(5, [2]), terminal=watcher) == shown(run, judged(5, [2]), terminal=watcher)
+    assert shown(run, judged(5, [2]), terminal=watcher) == shown(
+        run, judged(5, [2]), terminal=watcher
+    )
 
 
 def first_lines(run: Path, *overrides: str) -> str:
@@ -97,7 +108,9 @@ def test_clients_that_the_user_names_are_said_at_the_start(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("apart", "begins"), [(True, "Firm: "), (False, "Not firm: ")])
-def test_the_terminal_says_how_firm_a_verdict_is_as_the_report_does(tmp_path: Path, apart: bool, begins: str) -> None:
+def test_the_terminal_says_how_firm_a_verdict_is_as_the_report_does(
+    tmp_path: Path, apart: bool, begins: str
+) -> None:
     run = make_run(tmp_path / "run", clients=20, classes=8)
     detection = json.loads((run / "detection.json").read_text())
     if not apart:  # one group, which the mixture splits all the same
@@ -105,7 +118,10 @@ def test_the_terminal_says_how_firm_a_verdict_is_as_the_report_does(tmp_path: Pa
         detector = NoisyClientDetector(seed=0).fit(losses)
         for k, row in detection["clients"].items():
             row |= {"losses": losses[int(k)].tolist(), "counts": [5] * 8}
-            row |= {"noisy": bool(detector.noisy_[int(k)]), "posterior": float(detector.posterior_[int(k)])}
+            row |= {
+                "noisy": bool(detector.noisy_[int(k)]),
+                "posterior": float(detector.posterior_[int(k)]),
+            }
         (run / "detection.json").write_text(json.dumps(detection))
     state = replace(start(20), round=2, memo={"detection": detection})
     last = shown(run, state)[0].splitlines()[-1]
@@ -120,10 +136,14 @@ def test_the_terminal_says_how_firm_a_verdict_is_as_the_report_does(tmp_path: Pa
         (False, "the flagged clients differ from the noisy ones: recall 50%, precision 100%"),
     ],
 )
-def test_the_end_says_whether_the_noisy_clients_were_found(tmp_path: Path, exact: bool, said: str) -> None:
+def test_the_end_says_whether_the_noisy_clients_were_found(
+    tmp_path: Path, exact: bool, said: str
+) -> None:
     found = {"exact": exact, "recall": 0.5, "precision": 1.0, "flagged": [1]}
     console = Console(file=io.StringIO(), width=100)
-    Terminal(console).finished(Run(tmp_path, resolve("digits"), 0.9, 0.8, 0.8, found, (0.9, 0.8), 1.0))
+    Terminal(console).finished(
+        Run(tmp_path, resolve("digits"), 0.9, 0.8, 0.8, found, (0.9, 0.8), 1.0)
+    )
     assert said in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -135,14 +155,20 @@ def test_what_could_not_be_read_comes_before_what_was_not_meant_by_reason(tmp_pa
         return shown.get().splitlines()[3:]
 
     unmeant = [{"path": f"extra/{i}.png", "reason": "the CSV does not list it"} for i in range(7)]
-    lost = [{"path": "gone.png", "reason": "no such file"}, {"path": "odd.png", "reason": "not a JPEG or PNG image"}]
+    lost = [
+        {"path": "gone.png", "reason": "no such file"},
+        {"path": "odd.png", "reason": "not a JPEG or PNG image"},
+    ]
     assert lines([*unmeant, *lost]) == [
         f"9 left out; all are listed in {tmp_path / 'manifest.json'}:",
         "  not a JPEG or PNG image: odd.png",
         "  no such file: gone.png",
         "  the CSV does not list it: extra/0.png, extra/1.png, extra/2.png, … 7 in all",
     ]
-    assert lines([{"path": f"{i}.png", "reason": f"reason {i}"} for i in range(8)])[-1] == "  and for 3 more reasons"
+    assert (
+        lines([{"path": f"{i}.png", "reason": f"reason {i}"} for i in range(8)])[-1]
+        == "  and for 3 more reasons"
+    )
     assert lines([]) == []
 
 

@@ -3,9 +3,9 @@
     RUN/tensorboard/        event files: tensorboard --logdir RUN/tensorboard
     RUN/mlruns/mlflow.db    one run of one experiment: mlflow ui --backend-store-uri sqlite:///RUN/mlruns/mlflow.db
 
-Everything stays in the run folder and nothing is sent anywhere. rounds.jsonl is the truth: a run that starts or goes on
-hands its trackers every round that it has behind it, and each takes what it does not have. A tracker that fails is
-given up with a warning; the run goes on.
+Everything stays in the run folder and nothing is sent anywhere. rounds.jsonl is the truth: a run
+that starts or goes on hands its trackers every round that it has behind it, and each takes what it
+does not have. A tracker that fails is given up with a warning; the run goes on.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
-from fednoro.conduct import Run, Watcher
-from fednoro.config import Config, flat
 from fednoro.core.types import State, UserError
 from fednoro.data.federation import Federation
-from fednoro.rounds import Turn
-from fednoro.runs import RunFolder, round_record
+from fednoro.experiment.config.configuration import Config, flat
+from fednoro.experiment.drive import Run, Watcher
+from fednoro.experiment.rounds import Turn
+from fednoro.experiment.run_folder.run_files import RunFolder, round_record
 
 Values = Mapping[str, float]
 RESULTS = ("best", "last", "final", "seconds")
@@ -38,7 +38,9 @@ class Tracker(Protocol):
     needs: ClassVar[tuple[str, ...]]  # modules
 
     def begin(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Opens its place in a run folder; `settings` are the configuration's options, `method.warmup` and so on."""
+        """Opens its place in a run folder; `settings` are the configuration's
+        options, `method.warmup` and so on.
+        """
 
     def log(self, values: Values, step: int, moment: float) -> None:
         """Figures after round `step`, at `moment` in seconds since 1970."""
@@ -51,7 +53,9 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files. A run that goes on writes them anew: what was in them is in rounds.jsonl as well."""
+    """Event files. A run that goes on writes them anew: what was in
+    them is in rounds.jsonl as well.
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("tensorboard",)
 
@@ -63,7 +67,10 @@ class TensorBoard:
         for old in where.glob("events.out.tfevents.*"):
             old.unlink()
         self._writer = cast(Any, SummaryWriter(str(where), purge_step=0))
-        plain = {key: value if isinstance(value, int | float | str) else str(value) for key, value in settings.items()}
+        plain = {
+            key: value if isinstance(value, int | float | str) else str(value)
+            for key, value in settings.items()
+        }
         metrics = {f"result/{name}": math.nan for name in RESULTS}
         experiment, begun, self._ended = hparams(plain, metrics)  # type: ignore[no-untyped-call]
         for summary in (experiment, begun):
@@ -85,7 +92,9 @@ class TensorBoard:
 
 
 class MLflow:
-    """A SQLite store. A run that goes on is the same MLflow run, and rounds that it does again keep their figures."""
+    """A SQLite store. A run that goes on is the same MLflow run, and rounds that it
+    does again keep their figures.
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("mlflow", "sqlalchemy", "alembic")
 
@@ -97,7 +106,8 @@ class MLflow:
 
         where = (folder / "mlruns").absolute()
         where.mkdir(exist_ok=True)
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells of every table it makes
+        # it tells of every table it makes
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own use of SQLAlchemy
             self._client = MlflowClient(tracking_uri=f"sqlite:///{where / 'mlflow.db'}")
@@ -105,7 +115,9 @@ class MLflow:
         self._seen: set[tuple[str, int]] = set()
         found = self._client.get_run(self._run).data
         for name in found.metrics:
-            self._seen |= {(name, point.step) for point in self._client.get_metric_history(self._run, name)}
+            self._seen |= {
+                (name, point.step) for point in self._client.get_metric_history(self._run, name)
+            }
         for name, value in settings.items():
             if name not in found.params:
                 self._client.log_param(self._run, name, str(value)[:6000])
@@ -148,7 +160,10 @@ def tracked(config: Config, watcher: Watcher) -> Watcher:
     chosen = {name: TRACKERS[name]() for name in config.track}
     for name, tracker in chosen.items():
         if missing := [module for module in tracker.needs if find_spec(module) is None]:
-            raise UserError(f"track: {name} needs {missing[0]}, which is not installed: pip install 'fednoro[track]'")
+            raise UserError(
+                f"track: {name} needs {missing[0]}, which is not "
+                "installed: pip install 'fednoro[track]'"
+            )
     return Tracked(watcher, chosen) if chosen else watcher
 
 
@@ -161,18 +176,30 @@ class Tracked(Watcher):
         self._names: Sequence[str] = ()
         self._verdict: Any = None
 
-    def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
+    def started(
+        self, config: Config, folder: Path, federation: Federation, state: State, engine: str
+    ) -> None:
         self.other.started(config, folder, federation, state, engine)
         self._begin(config, folder, federation.classes, federation.names, state)
 
     def joined(
-        self, config: Config, folder: Path, classes: tuple[str, ...], sites: Sequence[str], state: State
+        self,
+        config: Config,
+        folder: Path,
+        classes: tuple[str, ...],
+        sites: Sequence[str],
+        state: State,
     ) -> None:
         self.other.joined(config, folder, classes, sites, state)
         self._begin(config, folder, classes, sites, state)
 
     def _begin(
-        self, config: Config, folder: Path, classes: tuple[str, ...], names: Sequence[str], state: State
+        self,
+        config: Config,
+        folder: Path,
+        classes: tuple[str, ...],
+        names: Sequence[str],
+        state: State,
     ) -> None:
         """The trackers begin, and get the rounds that the run has behind it."""
         self._classes, self._names = class_tags(classes), names
@@ -196,7 +223,9 @@ class Tracked(Watcher):
         self.other.turned(turn)
         self._judge(turn.state)
         if turn.evaluation is not None:
-            self._log(round_values(round_record(turn), self._classes), turn.state.round, time.time())
+            self._log(
+                round_values(round_record(turn), self._classes), turn.state.round, time.time()
+            )
 
     def stopped(self, folder: Path) -> None:
         self._each(lambda tracker: tracker.end("KILLED", {}))
@@ -205,7 +234,10 @@ class Tracked(Watcher):
     def finished(self, run: Run) -> None:
         results = {f"result/{name}": float(getattr(run, name)) for name in RESULTS}
         if run.detection is not None and "exact" in run.detection:
-            results |= {f"detection/{key}": float(run.detection[key]) for key in ("recall", "precision", "exact")}
+            results |= {
+                f"detection/{key}": float(run.detection[key])
+                for key in ("recall", "precision", "exact")
+            }
         self._log(results, len(run.bacc), time.time())
         self._each(lambda tracker: tracker.end("FINISHED", results))
         self.other.finished(run)
@@ -219,7 +251,9 @@ class Tracked(Watcher):
         # By what it says itself, so that a scoring that is done again falls on the same step.
         step = max((row.get("round", state.round) for row in rows.values()), default=state.round)
         text, moment = verdict_text(detection, self._names), time.time()
-        self._log({"detection/flagged": sum(bool(row["noisy"]) for row in rows.values())}, step, moment)
+        self._log(
+            {"detection/flagged": sum(bool(row["noisy"]) for row in rows.values())}, step, moment
+        )
         self._each(lambda tracker: tracker.judged(text, step, moment))
 
     def _log(self, values: Values, step: int, moment: float) -> None:
@@ -229,17 +263,33 @@ class Tracked(Watcher):
         for name, tracker in list(self.trackers.items()):
             try:
                 tell(tracker)
-            except Exception as error:  # a full disk, a locked database: a tracker is no reason to lose a run
+            except Exception as error:
+                # a full disk, a locked database: a tracker is no reason to lose a run
                 del self.trackers[name]
                 why = (str(error).splitlines() or [""])[0]
-                self.other.warned(f"{name} is given up ({type(error).__name__}: {why}); the run goes on without it")
+                self.other.warned(
+                    f"{name} is given up ({type(error).__name__}: "
+                    f"{why}); the run goes on without it"
+                )
 
 
 def round_values(record: Mapping[str, Any], classes: Sequence[str]) -> dict[str, float]:
-    """The figures of one line of rounds.jsonl; those that are not there or not finite are left out."""
-    values = {name: record.get(name) for name in ("bacc", "validation_bacc", "loss", "train_loss", "seconds")}
-    values |= {f"recall/{name}": value for name, value in zip(classes, record.get("recall", ()), strict=False)}
-    return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
+    """The figures of one line of rounds.jsonl; those that are not
+    there or not finite are left out.
+    """
+    values = {
+        name: record.get(name)
+        for name in ("bacc", "validation_bacc", "loss", "train_loss", "seconds")
+    }
+    values |= {
+        f"recall/{name}": value
+        for name, value in zip(classes, record.get("recall", ()), strict=False)
+    }
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if value is not None and math.isfinite(value)
+    }
 
 
 def class_tags(classes: Sequence[str]) -> tuple[str, ...]:

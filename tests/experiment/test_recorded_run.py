@@ -19,12 +19,12 @@ import yaml
 from run_folders import WARMUP, make_run
 
 from fednoro.core.types import UserError
+from fednoro.experiment.run_folder.recorded_run import PARTS, read
 from fednoro.report import write_report
 from fednoro.report.command import watch_run
 from fednoro.report.findings import findings
 from fednoro.report.judged import judged
 from fednoro.report.page import render, write
-from fednoro.report.reading import PARTS, read
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -71,12 +71,18 @@ def said(path: Path) -> str:
 # What is missing
 
 
-@pytest.mark.parametrize("name", [name for name in PARTS if name not in ("detection.json", "result.json")])
+@pytest.mark.parametrize(
+    "name", [name for name in PARTS if name not in ("detection.json", "result.json")]
+)
 def test_a_missing_part_is_named_and_the_rest_is_shown(run: Path, name: str) -> None:
     whole = Outline(render(run)).figures
     (run / name).unlink()
     assert f"{name} is not there" in said(run)
-    assert set(Outline(render(run)).figures) < set(whole) or name in ("config.yaml", "environment.json", "split.npz")
+    assert set(Outline(render(run)).figures) < set(whole) or name in (
+        "config.yaml",
+        "environment.json",
+        "split.npz",
+    )
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -86,11 +92,15 @@ def test_a_damaged_part_never_stops_the_report(run: Path, name: str, damage: byt
     assert Outline(render(run)).seen.count("main") == 1
 
 
-@pytest.mark.parametrize("name", ["detection.json", "rounds.jsonl", "result.json", "environment.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["detection.json", "rounds.jsonl", "result.json", "environment.json", "config.yaml"]
+)
 def test_values_of_the_wrong_kind_never_stop_the_report(run: Path, name: str) -> None:
     text = (run / name).read_text()
     for wrong in ('"x"', "null", "1e999", "-3", "[[1]]"):
-        (run / name).write_text(re.sub(r"(?<=[:\[,] )(\d[\d.]*|true|false|null)(?=[,\]\}\n])", wrong, text))
+        (run / name).write_text(
+            re.sub(r"(?<=[:\[,] )(\d[\d.]*|true|false|null)(?=[,\]\}\n])", wrong, text)
+        )
         assert Outline(render(run)).seen.count("main") == 1
 
 
@@ -120,7 +130,11 @@ def test_a_folder_without_a_run_is_a_clear_mistake(tmp_path: Path) -> None:
 
 def test_an_older_split_without_newer_parts_is_read(run: Path) -> None:
     with np.load(run / "split.npz") as file:
-        kept = {name: file[name] for name in file if name not in ("validation", "leakage", "rates", "fingerprint")}
+        kept = {
+            name: file[name]
+            for name in file
+            if name not in ("validation", "leakage", "rates", "fingerprint")
+        }
     np.savez(run / "split.npz", **kept)
     assert read(run).missing == [] and "partition" in Outline(render(run)).figures
 
@@ -129,9 +143,15 @@ def test_a_run_on_flower_has_its_sites_names_and_misses_nothing(run: Path) -> No
     (run / "split.npz").unlink()
     (run / "flower.json").write_text("{}")
     names = [f"hospital {k}" for k in range(6)]
-    (run / "sites.json").write_text(json.dumps({"sites": names, "classes": ["x", "y", "z"], "shape": [8, 8, 1]}))
+    (run / "sites.json").write_text(
+        json.dumps({"sites": names, "classes": ["x", "y", "z"], "shape": [8, 8, 1]})
+    )
     found = read(run)
-    assert found.missing == [] and found.names == dict(enumerate(names)) and found.classes == ("x", "y", "z")
+    assert (
+        found.missing == []
+        and found.names == dict(enumerate(names))
+        and found.classes == ("x", "y", "z")
+    )
     assert "hospital 2" in said(run) and "Whether that is right is not known" in said(run)
 
 
@@ -141,7 +161,10 @@ def test_a_run_on_flower_has_its_sites_names_and_misses_nothing(run: Path) -> No
 def test_stopped_running_and_finished_runs_are_told_apart(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", finished=False)
     assert read(path).status == "unfinished" and f"fednoro resume {path}" in said(path)
-    hold = "import sys, time; from fednoro.core.files import take_lock; f = open(sys.argv[1], 'w'); take_lock(f)"
+    hold = (
+        "import sys, time; from fednoro.core.files import take_lock; f = "
+        "open(sys.argv[1], 'w'); take_lock(f)"
+    )
     wait = "print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", f"{hold}; {wait}", str(path / ".lock")]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -191,11 +214,17 @@ def test_watching_follows_the_files_and_ends_with_the_run(tmp_path: Path) -> Non
     assert not list(path.glob(".*.tmp"))
 
 
-def test_a_report_that_fails_is_a_warning_and_no_more(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_fails_is_a_warning_and_no_more(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run / "report.html").mkdir()
     warned: list[str] = []
     write_report(run, warned.append)
-    assert len(warned) == 1 and "the report could not be written" in warned[0] and "\n" not in warned[0]
+    assert (
+        len(warned) == 1
+        and "the report could not be written" in warned[0]
+        and "\n" not in warned[0]
+    )
 
 
 # What it says
@@ -230,7 +259,10 @@ def test_groups_that_are_not_there_are_called_not_firm(tmp_path: Path) -> None:
     detector = NoisyClientDetector(seed=0).fit(losses)
     for k, row in detection["clients"].items():
         row |= {"losses": losses[int(k)].tolist(), "counts": [5] * 8}
-        row |= {"noisy": bool(detector.noisy_[int(k)]), "posterior": float(detector.posterior_[int(k)])}
+        row |= {
+            "noisy": bool(detector.noisy_[int(k)]),
+            "posterior": float(detector.posterior_[int(k)]),
+        }
     (run / "detection.json").write_text(json.dumps(detection))
     recorded = read(run)
     verdicts = judged(recorded)
@@ -247,11 +279,20 @@ def test_unknown_truth_is_never_shown_as_clean(tmp_path: Path) -> None:
 
 def test_a_method_that_judges_nobody_says_so_and_has_no_detection(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", method="fedavg")
-    assert Outline(render(run)).figures == ["partition", "bacc", "recall", "confusion", "weights", "time"]
+    assert Outline(render(run)).figures == [
+        "partition",
+        "bacc",
+        "recall",
+        "confusion",
+        "weights",
+        "time",
+    ]
     assert "fedavg has not judged the clients" in said(run)
 
 
-@pytest.mark.parametrize(("noisy", "count", "whom"), [([0, 3], "2", "client 00 and client 03"), ([], "none", "nobody")])
+@pytest.mark.parametrize(
+    ("noisy", "count", "whom"), [([0, 3], "2", "client 00 and client 03"), ([], "none", "nobody")]
+)
 def test_clients_that_the_user_names_are_not_said_to_want_judging(
     tmp_path: Path, noisy: list[int], count: str, whom: str
 ) -> None:
@@ -261,7 +302,10 @@ def test_clients_that_the_user_names_are_not_said_to_want_judging(
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     text = said(run)
     assert f"; {count} of 6 clients named noisy by the user." in text
-    assert f"Named noisy by the user with method.noisy: {whom}." in text and "leave method.noisy out" in text
+    assert (
+        f"Named noisy by the user with method.noisy: {whom}." in text
+        and "leave method.noisy out" in text
+    )
     assert "run the same with method=fednoro" not in text
     assert (">named noisy<" in render(run)) == bool(noisy)
 
@@ -274,10 +318,17 @@ def test_other_marks_of_noise_have_figures_of_their_own(run: Path) -> None:
         ({"explained": 0.3, "error": 0.2, "doubt": 0.4}, "doubt"),
         ({"explained": 1.0, "error": None, "doubt": None}, "explained"),
     ):
-        rows = {k: {"noisy": row["noisy"], "posterior": 0.7, **marks} for k, row in detection["clients"].items()}
-        (run / "detection.json").write_text(json.dumps({"reason": "so", "cut": 0.4, "clients": rows}))
+        rows = {
+            k: {"noisy": row["noisy"], "posterior": 0.7, **marks}
+            for k, row in detection["clients"].items()
+        }
+        (run / "detection.json").write_text(
+            json.dumps({"reason": "so", "cut": 0.4, "clients": rows})
+        )
         page = Outline(render(run))
-        assert page.figures[1:3] == ["posterior", figure] and "class losses" not in " ".join(page.words)
+        assert page.figures[1:3] == ["posterior", figure] and "class losses" not in " ".join(
+            page.words
+        )
 
 
 def test_warnings_failures_and_leaks_are_things_to_distrust(run: Path) -> None:
@@ -298,4 +349,7 @@ def test_warnings_failures_and_leaks_are_things_to_distrust(run: Path) -> None:
 
 
 def test_stages_are_stretches_of_rounds(run: Path) -> None:
-    assert read(run).stages == [("warm-up", 1, WARMUP, 0.5 * WARMUP), ("noise-robust training", 3, 5, 1.5)]
+    assert read(run).stages == [
+        ("warm-up", 1, WARMUP, 0.5 * WARMUP),
+        ("noise-robust training", 3, 5, 1.5),
+    ]

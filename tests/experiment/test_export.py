@@ -17,18 +17,24 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fednoro
-from fednoro import trained
-from fednoro.conduct import Run
 from fednoro.core.training import MEAN, Augment
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.engine.images import Images
-from fednoro.export import TOLERANCE, export
+from fednoro.experiment import trained_model
+from fednoro.experiment.drive import Run
+from fednoro.experiment.export import TOLERANCE, export
 from fednoro.models import ResNet
 
 TINY = (
-    "digits", "noise=none", "partition.clients=3", "model.width=4", "train.epochs=1", "train.rounds=2",
-    "method=fedavg", "device=cpu",
-)  # fmt: skip
+    "digits",
+    "noise=none",
+    "partition.clients=3",
+    "model.width=4",
+    "train.epochs=1",
+    "train.rounds=2",
+    "method=fedavg",
+    "device=cpu",
+)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -44,9 +50,16 @@ def resnet(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Run:
     torch.save(ResNet(18, 10).state_dict(), home / "start.pth")
     data = ("data=synthetic", "data.images=60", "data.classes=3", "data.size=16", "data.channels=1")
     made = fednoro.run(
-        *TINY[:2], "partition.clients=2", "model=resnet18", f"model.weights={home / 'start.pth'}", *TINY[-4:],
-        *data, f"out={home}", "train.rounds=1", "train.lr=1e-4",
-    )  # fmt: skip
+        *TINY[:2],
+        "partition.clients=2",
+        "model=resnet18",
+        f"model.weights={home / 'start.pth'}",
+        *TINY[-4:],
+        *data,
+        f"out={home}",
+        "train.rounds=1",
+        "train.lr=1e-4",
+    )
     (home / "start.pth").unlink()
     return made
 
@@ -82,7 +95,9 @@ def test_onnx_gives_the_networks_outputs_for_any_batch(
     run = request.getfixturevalue(which)
     done = export(run, tmp_path / "sub" / "model.onnx", "onnx")
     assert done.real and done.images == min(64, len(run.federation.test)) and done.agreement == 1
-    session = onnxruntime.InferenceSession(tmp_path / "sub" / "model.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        tmp_path / "sub" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
     x, _ = inputs(run, channels)
     net = fednoro.load_model(run)
     for size in (1, 3, len(x)):
@@ -108,7 +123,9 @@ def test_metadata_tells_classes_and_preprocessing(run: Run, resnet: Run, tmp_pat
     dataset = run.config.data.load(run.config.seed)
     raw = dataset.images[run.federation.test].transpose(0, 3, 1, 2).astype(np.float64)
     assert told["layout"] == "NCHW" and told["size"] == [8, 8] and told["colour"] == "grey"
-    by_hand = (raw * told["scale"] - np.array(told["mean"])[:, None, None]) / np.array(told["std"])[:, None, None]
+    by_hand = (raw * told["scale"] - np.array(told["mean"])[:, None, None]) / np.array(told["std"])[
+        :, None, None
+    ]
     np.testing.assert_allclose(inputs(run, 1)[0], by_hand, rtol=1e-5, atol=1e-6)
 
 
@@ -116,12 +133,16 @@ def test_safetensors_holds_the_same_tensors(run: Run, tmp_path: Path) -> None:
     done = export(run.folder, tmp_path / "m.safetensors", "safetensors")
     assert done.difference == 0
     ours, theirs = load_file(run.folder / "model.safetensors"), load_file(done.path)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def test_equal_models_give_equal_files(run: Run, tmp_path: Path) -> None:
     for kind in ("onnx", "safetensors"):
-        first, second = (export(run, tmp_path / f"{i}.{kind}", kind).path.read_bytes() for i in range(2))
+        first, second = (
+            export(run, tmp_path / f"{i}.{kind}", kind).path.read_bytes() for i in range(2)
+        )
         assert first == second
 
 
@@ -139,9 +160,9 @@ class Fickle(nn.Module):
 def test_a_model_that_gives_other_outputs_is_not_written(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = trained.open_trained(run)
+    model = trained_model.open_trained(run)
     fickle = dataclasses.replace(model, net=Fickle(model.net).eval())
-    monkeypatch.setattr("fednoro.export.open_trained", lambda _: fickle)
+    monkeypatch.setattr("fednoro.experiment.export.open_trained", lambda _: fickle)
     with pytest.raises(UserError, match="nothing was written"):
         export(run, tmp_path / "m.onnx", "onnx")
     assert not list(tmp_path.iterdir())

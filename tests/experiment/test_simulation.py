@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import fednoro
-from fednoro.core.types import FedNoRoWarning
-from fednoro.config import anchored, resolve
-from fednoro.core.types import UserError
-from fednoro.experiment import Lab, Watcher, laboratory
+from fednoro.core.types import FedNoRoWarning, UserError
+from fednoro.experiment.config.configuration import anchored, resolve
+from fednoro.experiment.drive import Watcher
+from fednoro.experiment.simulation import Lab, laboratory
 
 TINY = (
     "data={name: synthetic, images: 160, classes: 3, size: 8, channels: 1}",
@@ -25,7 +25,9 @@ TINY = (
 
 def test_a_client_that_was_never_judged_counts_as_flagged_as_it_was_trained(tmp_path: Path) -> None:
     with pytest.warns(FedNoRoWarning):
-        run = fednoro.run("digits", *TINY, "method.warmup=2", "train.failures=0.8", f"out={tmp_path}")
+        run = fednoro.run(
+            "digits", *TINY, "method.warmup=2", "train.failures=0.8", f"out={tmp_path}"
+        )
     found = run.detection
     assert found is not None
     judged, everyone = {int(k) for k in found["clients"]}, set(range(8))
@@ -36,15 +38,17 @@ def test_a_client_that_was_never_judged_counts_as_flagged_as_it_was_trained(tmp_
     assert found["precision"] == len(flagged & noisy) / len(flagged)
     assert found["exact"] == (flagged == noisy)
     assert repr(run) == (
-        f"Run({str(run.folder)!r}, best={run.best:.4f}, last={run.last:.4f}, final={run.final:.4f}, "
-        f"flagged={found['flagged']})"
+        f"Run({str(run.folder)!r}, best={run.best:.4f}, last={run.last:.4f}, "
+        f"final={run.final:.4f}, flagged={found['flagged']})"
     )
 
 
 def test_where_nobody_is_noisy_no_annotator_and_no_engine_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = resolve("digits", [*TINY, "noise={name: h_idn, rate: 0}", "method=fedla", "device=cpu"])
+    config = resolve(
+        "digits", [*TINY, "noise={name: h_idn, rate: 0}", "method=fedla", "device=cpu"]
+    )
     with laboratory(config, Watcher()) as lab:
         monkeypatch.setattr(lab, "_engine_on", lambda *_: pytest.fail("an engine was made"))
         federation = lab.federate(tmp_path)
@@ -56,7 +60,12 @@ def test_a_noisy_client_that_the_federation_does_not_have_is_refused_before_anyt
     named: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Lab, "_engine_on", lambda *_: pytest.fail("an engine was made"))
-    chosen = ["noise={name: h_idn}", "method=fednoro-plus", "method.warmup=2", f"method.noisy={named}"]
+    chosen = [
+        "noise={name: h_idn}",
+        "method=fednoro-plus",
+        "method.warmup=2",
+        f"method.noisy={named}",
+    ]
     message = f"method.noisy must name clients of the federation, from 0 to 7, got {wrong}"
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         fednoro.run("digits", *TINY, *chosen, "device=cpu", f"out={tmp_path}")
@@ -65,7 +74,9 @@ def test_a_noisy_client_that_the_federation_does_not_have_is_refused_before_anyt
 
 def test_every_client_of_a_federation_can_be_named_noisy(tmp_path: Path) -> None:
     chosen = ["method=fednoro-plus", "method.warmup=2", "method.noisy=[0, 7]", "device=cpu"]
-    assert fednoro.run("digits", *TINY, *chosen, f"out={tmp_path}").detection is None, "they were not looked for"
+    assert fednoro.run("digits", *TINY, *chosen, f"out={tmp_path}").detection is None, (
+        "they were not looked for"
+    )
 
 
 def test_relative_paths_are_kept_absolute_so_that_a_run_resumes_from_anywhere(
@@ -81,7 +92,12 @@ def test_relative_paths_are_kept_absolute_so_that_a_run_resumes_from_anywhere(
             Image.fromarray(pixels).save(tmp_path / "images" / label / f"{i}.png")
     monkeypatch.setenv("FEDNORO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    tiny = [*TINY[1:4], "train={rounds: 2, epochs: 1, batch: 8}", "partition.clients=2", "method=fedavg"]
+    tiny = [
+        *TINY[1:4],
+        "train={rounds: 2, epochs: 1, batch: 8}",
+        "partition.clients=2",
+        "method=fedavg",
+    ]
     run = fednoro.run("digits", "data={name: folder, path: images, size: 8}", *tiny, "out=runs")
     folder = run.folder.absolute()
     for name in ("result.json", "model.safetensors"):
@@ -119,23 +135,33 @@ def test_a_configuration_that_was_edited_is_not_mixed_into_a_run(stopped: Path) 
         fednoro.resume(stopped)
     assert str(refused.value) == (
         f"{stopped / 'config.yaml'} has changed since the run began: train.batch (was 16, is 8), "
-        f"train.lr (was 0.001, is 0.1). Set it back, or begin another run with: "
-        f"fednoro run {stopped / 'config.yaml'} name=another"
+        "train.lr (was 0.001, is 0.1). Set it back, or begin another run with: fednoro run "
+        f"{stopped / 'config.yaml'} name=another"
     )
     edit(stopped, ("lr: 0.1", "lr: 1e-3"), ("batch: 8", "batch: 16"))
     assert len(fednoro.resume(stopped).bacc) == 4, "what is written otherwise is the same"
 
 
 def test_many_changes_are_counted(stopped: Path) -> None:
-    edit(stopped, ("name: symmetric", "name: h_idn"), ("name: fedavg", "name: fedprox"), ("lr: 0.001", "lr: 0.1"))
+    edit(
+        stopped,
+        ("name: symmetric", "name: h_idn"),
+        ("name: fedavg", "name: fedprox"),
+        ("lr: 0.001", "lr: 0.1"),
+    )
     edit(stopped, ("batch: 16", "batch: 8"))
-    with pytest.raises(UserError, match=r"config.yaml has changed since the run began: noise.name .* and 1 more\. "):
+    with pytest.raises(
+        UserError, match=r"config.yaml has changed since the run began: noise.name .* and 1 more\. "
+    ):
         fednoro.resume(stopped)
 
 
 def test_where_and_how_a_run_is_carried_on_may_change(stopped: Path) -> None:
     edit(
-        stopped, ("name: x", "name: y"), ("device: cpu", "device: auto"), ("checkpoint_every: 5", "checkpoint_every: 1")
+        stopped,
+        ("name: x", "name: y"),
+        ("device: cpu", "device: auto"),
+        ("checkpoint_every: 5", "checkpoint_every: 1"),
     )
     assert len(fednoro.resume(stopped).bacc) == 4
 

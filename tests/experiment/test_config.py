@@ -13,13 +13,21 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fednoro.config import REGISTRIES, Config, dump, presets, resolve, section_name, seeds
 from fednoro.core.training import Augment
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.noise import HIDN, NOISES, Symmetric
 from fednoro.data.partition import PARTITIONS
 from fednoro.data.sources import SOURCES
 from fednoro.data.split import Split
+from fednoro.experiment.config.configuration import (
+    REGISTRIES,
+    Config,
+    dump,
+    presets,
+    resolve,
+    section_name,
+    seeds,
+)
 from fednoro.methods import METHODS, FedLA, FedNoRo
 from fednoro.models import Cnn, Factory, Resnet18
 
@@ -27,14 +35,20 @@ FOLDER_PRESETS = sorted(set(presets()) - {"digits"})
 NEEDED = {  # options without a default
     "noise.transition": ["noise.matrix=[[0.9, 0.1], [0.2, 0.8]]"],
     "noise.from_file": ["noise.path=labels.csv"],
-    **{f"data.{name}": ["data.path=images"] for name in SOURCES if name not in ("digits", "synthetic", "sites")},
+    **{
+        f"data.{name}": ["data.path=images"]
+        for name in SOURCES
+        if name not in ("digits", "synthetic", "sites")
+    },
 }
 
 OWN = "One of your own is named module:Class"
 
 
 def with_data(preset: str, *overrides: str) -> Config:
-    return resolve(preset, [*(["data.path=images"] if preset in FOLDER_PRESETS else []), *overrides])
+    return resolve(
+        preset, [*(["data.path=images"] if preset in FOLDER_PRESETS else []), *overrides]
+    )
 
 
 def mistake(source: Any = "digits", *overrides: str) -> str:
@@ -62,7 +76,10 @@ def test_the_presets_are_those_that_were_promised() -> None:
 
 def test_digits_is_the_default_and_needs_nothing() -> None:
     assert resolve() == resolve("digits")
-    assert section_name(resolve(), "data") == "digits" and section_name(resolve(), "method") == "fednoro"
+    assert (
+        section_name(resolve(), "data") == "digits"
+        and section_name(resolve(), "method") == "fednoro"
+    )
 
 
 @pytest.mark.parametrize("preset", FOLDER_PRESETS)
@@ -74,10 +91,20 @@ def test_presets_for_images_on_disk_want_to_know_where_they_are(preset: str) -> 
 
 @pytest.mark.parametrize(
     ("preset", "p", "alpha", "flips", "rounds", "epochs", "warmup", "size"),
-    [("ich", 0.9, 2.0, (0.3, 0.5), 100, 5, 10, 128), ("isic2019", 0.99, 1.5, (0.5, 0.7), 300, 1, 20, 224)],
+    [
+        ("ich", 0.9, 2.0, (0.3, 0.5), 100, 5, 10, 128),
+        ("isic2019", 0.99, 1.5, (0.5, 0.7), 300, 1, 20, 224),
+    ],
 )
 def test_the_papers_presets_hold_the_papers_settings(
-    preset: str, p: float, alpha: float, flips: tuple[float, float], rounds: int, epochs: int, warmup: int, size: int
+    preset: str,
+    p: float,
+    alpha: float,
+    flips: tuple[float, float],
+    rounds: int,
+    epochs: int,
+    warmup: int,
+    size: int,
 ) -> None:
     config = with_data(preset)
     assert config.split == Split(test=0.3, grouped=False)
@@ -88,12 +115,23 @@ def test_the_papers_presets_hold_the_papers_settings(
     assert isinstance(config.model, Resnet18)
     assert config.data.size == size  # type: ignore[attr-defined]
     train = config.train
-    assert (train.rounds, train.epochs, train.batch, train.lr, train.weight_decay) == (rounds, epochs, 16, 3e-4, 5e-4)
+    assert (train.rounds, train.epochs, train.batch, train.lr, train.weight_decay) == (
+        rounds,
+        epochs,
+        16,
+        3e-4,
+        5e-4,
+    )
     assert (train.participation, train.failures) == (1.0, 0.0)
     assert train.augment == Augment(rotate=10, translate=0.02, flip=True)
     method = config.method
     assert isinstance(method, FedNoRo)
-    assert (method.warmup, method.lam_max, method.temperature, method.behaviour) == (warmup, 0.8, 0.8, "paper")
+    assert (method.warmup, method.lam_max, method.temperature, method.behaviour) == (
+        warmup,
+        0.8,
+        0.8,
+        "paper",
+    )
 
 
 @pytest.mark.parametrize("preset", presets())
@@ -102,7 +140,9 @@ def test_the_papers_presets_hold_the_papers_settings(
 def test_a_dumped_configuration_resolves_to_the_same_value(
     preset: str, method: str, noise: str, tmp_path: Path
 ) -> None:
-    config = with_data(preset, f"method={method}", f"noise={noise}", *NEEDED.get(f"noise.{noise}", []), "seed=3")
+    config = with_data(
+        preset, f"method={method}", f"noise={noise}", *NEEDED.get(f"noise.{noise}", []), "seed=3"
+    )
     again = resolve(written(tmp_path, dump(config)))
     assert again == config and dump(again) == dump(config)
     assert section_name(again, "noise") == noise and section_name(again, "method") == method
@@ -110,7 +150,8 @@ def test_a_dumped_configuration_resolves_to_the_same_value(
 
 
 @pytest.mark.parametrize(
-    ("section", "name"), [(section, name) for section, registry in REGISTRIES.items() for name in registry]
+    ("section", "name"),
+    [(section, name) for section, registry in REGISTRIES.items() for name in registry],
 )
 def test_every_registered_part_survives_a_dump(section: str, name: str) -> None:
     needed = NEEDED.get(f"{section}.{name}", [])
@@ -122,12 +163,24 @@ def test_every_registered_part_survives_a_dump(section: str, name: str) -> None:
 
 
 @given(
-    lr=st.floats(1e-12, 10), decay=st.floats(0, 1), name=st.from_regex(r"[a-z_\- éλ][\w \-:#'\"]{0,10}", fullmatch=True)
+    lr=st.floats(1e-12, 10),
+    decay=st.floats(0, 1),
+    name=st.from_regex(r"[a-z_\- éλ][\w \-:#'\"]{0,10}", fullmatch=True),
 )
 @settings(max_examples=15, deadline=None)
 def test_numbers_and_text_survive_a_dump_exactly(lr: float, decay: float, name: str) -> None:
-    config = resolve({**yaml.safe_load(dump(resolve())), "name": name, "train": {"lr": lr, "weight_decay": decay}})
-    assert resolve(yaml.safe_load(dump(config))) == config and config.train.lr == lr and config.name == name
+    config = resolve(
+        {
+            **yaml.safe_load(dump(resolve())),
+            "name": name,
+            "train": {"lr": lr, "weight_decay": decay},
+        }
+    )
+    assert (
+        resolve(yaml.safe_load(dump(config))) == config
+        and config.train.lr == lr
+        and config.name == name
+    )
 
 
 # Choosing and overriding
@@ -135,7 +188,8 @@ def test_numbers_and_text_survive_a_dump_exactly(lr: float, decay: float, name: 
 
 def test_overrides_reach_every_level() -> None:
     config = resolve(
-        "digits", ["seed=7", "train.rounds=20", "train.augment.rotate=5", "method.warmup=3", "noise.low=0.6"]
+        "digits",
+        ["seed=7", "train.rounds=20", "train.augment.rotate=5", "method.warmup=3", "noise.low=0.6"],
     )
     assert (config.seed, config.train.rounds, config.train.augment.rotate) == (7, 20, 5.0)
     assert config.method.warmup == 3  # type: ignore[attr-defined]
@@ -169,7 +223,9 @@ def test_a_choice_and_its_options_may_come_in_either_order(order: int) -> None:
 
 
 def test_the_table_of_methods_gives_each_method_its_own_options(tmp_path: Path) -> None:
-    file = written(tmp_path, "preset: digits\nmethods:\n  fedla: {tau: 0.5}\n  fednoro: {lam_max: 0.3}\n")
+    file = written(
+        tmp_path, "preset: digits\nmethods:\n  fedla: {tau: 0.5}\n  fednoro: {lam_max: 0.3}\n"
+    )
     warmup = resolve("digits").method.warmup  # type: ignore[attr-defined]
     assert warmup != FedNoRo().warmup, "the preset must say something for this test to see it kept"
     assert resolve(file).method == FedNoRo(warmup=warmup, lam_max=0.3)
@@ -189,13 +245,23 @@ def test_a_file_changes_only_what_it_says_of_its_preset(tmp_path: Path) -> None:
         base,
         seed=4,
         noise=dataclasses.replace(base.noise, rate=0.6),
-        train=dataclasses.replace(base.train, epochs=2, augment=dataclasses.replace(base.train.augment, rotate=5)),
+        train=dataclasses.replace(
+            base.train, epochs=2, augment=dataclasses.replace(base.train.augment, rotate=5)
+        ),
     )
 
 
 def test_a_file_may_choose_another_part_than_its_preset(tmp_path: Path) -> None:
-    mine = resolve(written(tmp_path, "preset: digits\nnoise: symmetric\nmodel: {name: resnet18}\nmethod: fedavg\n"))
-    assert (mine.noise, mine.model, type(mine.method)) == (Symmetric(), Resnet18(), METHODS["fedavg"])
+    mine = resolve(
+        written(
+            tmp_path, "preset: digits\nnoise: symmetric\nmodel: {name: resnet18}\nmethod: fedavg\n"
+        )
+    )
+    assert (mine.noise, mine.model, type(mine.method)) == (
+        Symmetric(),
+        Resnet18(),
+        METHODS["fedavg"],
+    )
 
 
 def test_a_mapping_is_read_and_left_alone() -> None:
@@ -206,11 +272,16 @@ def test_a_mapping_is_read_and_left_alone() -> None:
     assert config.method == FedNoRo(warmup=2, lam_max=0.5)
     assert yaml.safe_dump(given) == before
     proxy = MappingProxyType({"preset": "digits", "train": MappingProxyType({"epochs": 1})})
-    assert resolve(proxy, ["train.rounds=30"]) == resolve("digits", ["train.epochs=1", "train.rounds=30"])
+    assert resolve(proxy, ["train.rounds=30"]) == resolve(
+        "digits", ["train.epochs=1", "train.rounds=30"]
+    )
 
 
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
-    parts = "data: digits\npartition: iid\nnoise: none\nmodel: cnn\nmethod: fedavg\ntrain:\nsplit:\nmethods:\n"
+    parts = (
+        "data: digits\npartition: iid\nnoise: none\nmodel: cnn\nmethod: "
+        "fedavg\ntrain:\nsplit:\nmethods:\n"
+    )
     assert resolve(written(tmp_path, parts)).train.rounds == 100
     assert resolve(written(tmp_path, parts)).split == Split()
     assert resolve(written(tmp_path, parts), ["train.rounds=3"]).train.rounds == 3
@@ -221,7 +292,9 @@ def test_a_network_of_ones_own() -> None:
     assert config.model == Factory("my_module:factory", {"depth": 3})
     assert section_name(config, "model") == "my_module:factory"
     assert resolve(yaml.safe_load(dump(config))) == config
-    assert resolve("digits", ["model=factory", "model.factory=my_module:factory"]).model == Factory("my_module:factory")
+    assert resolve("digits", ["model=factory", "model.factory=my_module:factory"]).model == Factory(
+        "my_module:factory"
+    )
     assert resolve("digits", ["model=cnn"]).model == resolve("digits").model != Cnn()
 
 
@@ -255,9 +328,13 @@ def test_an_unknown_key_is_found_wherever_it_is_written(tmp_path: Path) -> None:
     assert mistake(written(tmp_path, "preset: digits\ntrain: {augment: {rotat: 1}}\n")).startswith(
         "unknown key train.augment.rotat"
     )
-    assert mistake(written(tmp_path, "preset: digits\n1: 2\n")).startswith("unknown key 1: known are seed, name")
+    assert mistake(written(tmp_path, "preset: digits\n1: 2\n")).startswith(
+        "unknown key 1: known are seed, name"
+    )
     assert "train" in mistake(written(tmp_path, "preset: digits\ntrain: {1: 2}\n"))
-    assert mistake("digits", "model=my_module:factory", "model.width=3").startswith("unknown key model.width")
+    assert mistake("digits", "model=my_module:factory", "model.width=3").startswith(
+        "unknown key model.width"
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,7 +370,9 @@ def test_a_wrong_type_is_named_with_its_value(override: str, named: str, value: 
 
 
 def test_an_option_of_several_types_is_named_plainly() -> None:
-    assert mistake("digits", "noise=transition", "noise.matrix=3").startswith("noise.matrix should be")
+    assert mistake("digits", "noise=transition", "noise.matrix=3").startswith(
+        "noise.matrix should be"
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,8 +389,14 @@ def test_an_option_of_several_types_is_named_plainly() -> None:
         ("noise.rate=1.4", "noise.rate must be in [0, 1], got 1.4"),
         ("noise.low=0.9 noise.high=0.7", "noise.low must be <= noise.high, got 0.9 and 0.7"),
         ("methods.fednoro.lam_max=2", "method.lam_max must be in [0, 1], got 2.0"),
-        ("method.warmup=60 train.rounds=60", "method.warmup must be below train.rounds (60), got 60: set either"),
-        ("method.ramp_end=3 method.warmup=5", "method.ramp_end must be at least method.warmup (5), got 3"),
+        (
+            "method.warmup=60 train.rounds=60",
+            "method.warmup must be below train.rounds (60), got 60: set either",
+        ),
+        (
+            "method.ramp_end=3 method.warmup=5",
+            "method.ramp_end must be at least method.warmup (5), got 3",
+        ),
         ("name=a/b", "name must be a plain folder name, got 'a/b'"),
         ("name=a\\b", "name must be a plain folder name, got 'a\\\\b'"),
         ("name=..", "name must be a plain folder name, got '..'"),
@@ -348,43 +433,77 @@ def test_another_choices_option_is_said_to_be_that() -> None:
     assert mistake("digits", "noise=none", "noise.rat=0.2") == "unknown key noise.rat"
 
 
-@pytest.mark.parametrize("override", ["rounds", "=3", "train.=3", ".rounds=3", "train..rounds=3", ""])
+@pytest.mark.parametrize(
+    "override", ["rounds", "=3", "train.=3", ".rounds=3", "train..rounds=3", ""]
+)
 def test_an_override_without_key_or_value_shows_what_one_looks_like(override: str) -> None:
-    assert mistake("digits", override) == f"override {override!r} must look like key=value, for example method.warmup=5"
+    assert (
+        mistake("digits", override)
+        == f"override {override!r} must look like key=value, for example method.warmup=5"
+    )
 
 
 def test_an_override_below_something_that_is_no_section_says_so() -> None:
-    assert mistake({"preset": "digits", "seed": 1}, "seed.x=3") == "override 'seed.x=3': seed is not a section"
+    assert (
+        mistake({"preset": "digits", "seed": 1}, "seed.x=3")
+        == "override 'seed.x=3': seed is not a section"
+    )
     assert mistake("digits", "train.lr.x=3") == "override 'train.lr.x=3': lr is not a section"
-    assert mistake("digits", "train.rounds=[1") == "override 'train.rounds=[1': the value is not valid YAML"
+    assert (
+        mistake("digits", "train.rounds=[1")
+        == "override 'train.rounds=[1': the value is not valid YAML"
+    )
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.yaml")
     known = "(digits, ham10000, ich, isic2019)"
     assert mistake(missing) == f"{missing!r} is neither a preset {known} nor a file"
-    assert mistake("digitz") == f"'digitz' is neither a preset {known} nor a file: did you mean digits?"
+    assert (
+        mistake("digitz")
+        == f"'digitz' is neither a preset {known} nor a file: did you mean digits?"
+    )
     assert "nor a file" in mistake(tmp_path)
-    for content in ("a: [1\nb: 2", "a: b: c", "- {", "\tx: 1", "{[1, 2]: 3}", "x: !!python/object:os.system 1"):
+    for content in (
+        "a: [1\nb: 2",
+        "a: b: c",
+        "- {",
+        "\tx: 1",
+        "{[1, 2]: 3}",
+        "x: !!python/object:os.system 1",
+    ):
         assert "is not valid YAML" in mistake(written(tmp_path, content))
     for content in ("", "- 1\n- 2", "just text", "3", "null"):
-        assert mistake(written(tmp_path, content)).endswith("must be a mapping of sections, such as `method: fednoro`")
+        assert mistake(written(tmp_path, content)).endswith(
+            "must be a mapping of sections, such as `method: fednoro`"
+        )
     (tmp_path / "latin.yaml").write_bytes("name: \xe9".encode("latin-1"))
     assert "latin.yaml cannot be read" in mistake(tmp_path / "latin.yaml")
 
 
 def test_presets_in_files_must_exist_and_cannot_go_round_in_circles(tmp_path: Path) -> None:
-    assert mistake(written(tmp_path, "preset: digit\n")).endswith("unknown preset 'digit': did you mean digits?")
+    assert mistake(written(tmp_path, "preset: digit\n")).endswith(
+        "unknown preset 'digit': did you mean digits?"
+    )
     own = written(tmp_path, f"preset: {tmp_path / 'my.yaml'}\n")
     assert "unknown preset" in mistake(own)
     assert "unknown preset" in mistake({"preset": ["digits"]})
 
 
 def test_sections_that_are_missing_are_asked_for() -> None:
-    assert mistake({"data": "digits"}) == f"partition has no name: choose one of {', '.join(PARTITIONS)}"
+    assert (
+        mistake({"data": "digits"})
+        == f"partition has no name: choose one of {', '.join(PARTITIONS)}"
+    )
     assert mistake({}) == f"data has no name: choose one of {', '.join(SOURCES)}"
-    assert mistake({"data": {"imbalance": 3}}) == f"data has no name: choose one of {', '.join(SOURCES)}"
-    assert mistake("digits", "noise=from_file") == "noise.path is required, as in noise.path=labels.csv"
+    assert (
+        mistake({"data": {"imbalance": 3}})
+        == f"data has no name: choose one of {', '.join(SOURCES)}"
+    )
+    assert (
+        mistake("digits", "noise=from_file")
+        == "noise.path is required, as in noise.path=labels.csv"
+    )
 
 
 # Seeds
@@ -403,7 +522,9 @@ def test_sections_that_are_missing_are_asked_for() -> None:
         (["noise.seed=1..2"], [], ["noise.seed=1..2"]),
     ],
 )
-def test_seeds_are_a_number_a_list_or_a_range(given: list[str], found: list[int], rest: list[str]) -> None:
+def test_seeds_are_a_number_a_list_or_a_range(
+    given: list[str], found: list[int], rest: list[str]
+) -> None:
     assert seeds(given) == (found, rest)
 
 
@@ -435,7 +556,9 @@ def test_a_client_that_is_named_twice_is_refused() -> None:
 OWN_IMAGES = "data={name: folder, path: images}"
 
 
-@pytest.mark.parametrize("overrides", [(OWN_IMAGES,), ("data=prepared", "data.path=cache", "seed=3")])
+@pytest.mark.parametrize(
+    "overrides", [(OWN_IMAGES,), ("data=prepared", "data.path=cache", "seed=3")]
+)
 def test_artificial_noise_that_only_the_preset_asks_for_on_own_labels_is_warned_about(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -443,7 +566,9 @@ def test_artificial_noise_that_only_the_preset_asks_for_on_own_labels_is_warned_
     for source in ("digits", "ham10000", tmp_path / "mine.yaml", {"preset": "digits"}):
         with pytest.warns(FedNoRoWarning) as said:
             resolve(source, overrides)
-        assert [str(one.message) for one in said] == ["noise h_idn changes your own labels: noise=none keeps them"]
+        assert [str(one.message) for one in said] == [
+            "noise h_idn changes your own labels: noise=none keeps them"
+        ]
 
 
 def test_noise_that_was_asked_for_or_is_none_is_not_warned_about(tmp_path: Path) -> None:
@@ -451,7 +576,14 @@ def test_noise_that_was_asked_for_or_is_none_is_not_warned_about(tmp_path: Path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FedNoRoWarning)
         resolve("digits")
-        for asked in ("noise=none", "noise=symmetric", "noise.rate=0.2", "noise={name: from_file, path: labels.csv}"):
+        for asked in (
+            "noise=none",
+            "noise=symmetric",
+            "noise.rate=0.2",
+            "noise={name: from_file, path: labels.csv}",
+        ):
             resolve("digits", [OWN_IMAGES, asked])
         resolve(tmp_path / "mine.yaml", [OWN_IMAGES])
-        resolve({"preset": "digits", "noise": "h_idn", "data": {"name": "folder", "path": "images"}})
+        resolve(
+            {"preset": "digits", "noise": "h_idn", "data": {"name": "folder", "path": "images"}}
+        )

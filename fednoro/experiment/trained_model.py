@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fednoro.conduct import Run
-from fednoro.config import Config, resolve_network, section_name
 from fednoro.core.training import Augment, normalisation
 from fednoro.core.types import UserError
 from fednoro.data.sources.folder import decode_file
 from fednoro.engine.images import Images
+from fednoro.experiment.config.configuration import Config, resolve_network, section_name
+from fednoro.experiment.drive import Run
 from fednoro.models import Resnet18, initialise
 
 
@@ -60,9 +60,13 @@ class Trained:
     @property
     def _decoding(self) -> dict[str, Any]:
         """How the run's data source fits images into their size, and windows DICOM files."""
-        given: dict[str, Any] = {key: getattr(self.config.data, key, None) for key in ("crop", "window")}
+        given: dict[str, Any] = {
+            key: getattr(self.config.data, key, None) for key in ("crop", "window")
+        }
         if section_name(self.config, "data") == "prepared":
-            given = _settings(Path(getattr(self.config.data, "path", "")).expanduser() / "manifest.json")
+            given = _settings(
+                Path(getattr(self.config.data, "path", "")).expanduser() / "manifest.json"
+            )
         return {"crop": given.get("crop") or "resize", "window": given.get("window") or "file"}
 
     @property
@@ -80,7 +84,9 @@ class Trained:
         """From a file's bytes to H×W×C, as the run's data source does it."""
         height, width, channels = self.image
         if height != width:
-            raise UserError(f"{self.folder} was trained on images of {height}×{width}: only squares can be made")
+            raise UserError(
+                f"{self.folder} was trained on images of {height}×{width}: only squares can be made"
+            )
         return partial(decode_file, size=height, grey=channels == 1, **self._decoding)
 
     def batch(self, images: NDArray[np.uint8]) -> Tensor:
@@ -100,26 +106,34 @@ def load_model(run: Run | str | Path) -> nn.Module:
 
 
 def open_trained(run: Run | str | Path) -> Trained:
-    """A finished run's network; its data is not needed where the run folder tells the shape of its images."""
+    """A finished run's network; its data is not needed where the run folder
+    tells the shape of its images.
+    """
     folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.yaml")
     config, file = resolve_network(folder / "config.yaml"), folder / "model.safetensors"
     if not file.is_file():
-        raise UserError(f"{folder} has no model.safetensors yet: finish it with `fednoro resume {folder}`")
+        raise UserError(
+            f"{folder} has no model.safetensors yet: finish it with `fednoro resume {folder}`"
+        )
     try:
         with safe_open(file, framework="pt") as opened:
             classes = tuple(json.loads((opened.metadata() or {})["fednoro"])["classes"])
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise UserError(f"{file} is damaged: delete result.json and resume the run ({error})") from error
+        raise UserError(
+            f"{file} is damaged: delete result.json and resume the run ({error})"
+        ) from error
     image = _image_shape(folder, config)
     net = untrained(config, image[2], len(classes))
     try:
         net.load_state_dict(tensors)
     except RuntimeError as error:
         why = " ".join(str(error).split())[:200]
-        raise UserError(f"{file} does not fit the network of {folder / 'config.yaml'}: {why}") from error
+        raise UserError(
+            f"{file} does not fit the network of {folder / 'config.yaml'}: {why}"
+        ) from error
     return Trained(folder, config, classes, image, net.eval())
 
 

@@ -1,7 +1,8 @@
 """A run folder as it is found: what can be read, and what is missing or damaged.
 
-A report must come out of a killed run, an older version's folder and one with holes, so every part is read for itself
-and a part that cannot be read becomes a line in `missing`. Nothing here needs torch.
+A report must come out of a killed run, an older version's folder and one with holes, so
+every part is read for itself and a part that cannot be read becomes a line in
+`missing`. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from fednoro.core.files import take_lock
 from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
 
 T = TypeVar("T")
-PARTS = ("config.yaml", "rounds.jsonl", "clients.csv", "split.npz", "result.json", "environment.json", "detection.json")
+PARTS = (
+    "config.yaml",
+    "rounds.jsonl",
+    "clients.csv",
+    "split.npz",
+    "result.json",
+    "environment.json",
+    "detection.json",
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,8 @@ class Recorded:
     ledger: Ledger | None = None
     detection: dict[str, Any] | None = None
     status: str = "unfinished"  # finished, running, unfinished
-    sites: dict[str, Any] = field(default_factory=dict)  # on Flower: names and classes, without anybody's data
+    # on Flower: names and classes, without anybody's data
+    sites: dict[str, Any] = field(default_factory=dict)
     missing: list[tuple[str, str]] = field(default_factory=list)  # file, what is wrong with it
 
     @property
@@ -109,7 +119,11 @@ class Recorded:
             return self.holdings.classes
         count = 0 if self.confusion is None else len(self.confusion)
         known = self.sites.get("classes") or []
-        return tuple(map(str, known)) if len(known) == count else tuple(f"class {c}" for c in range(count))
+        return (
+            tuple(map(str, known))
+            if len(known) == count
+            else tuple(f"class {c}" for c in range(count))
+        )
 
     @property
     def names(self) -> dict[int, str]:
@@ -135,7 +149,9 @@ class Recorded:
 
     @property
     def named(self) -> tuple[int, ...] | None:
-        """Clients that the configuration names noisy, so that none were looked for; None where it names nobody."""
+        """Clients that the configuration names noisy, so that none were looked
+        for; None where it names nobody.
+        """
         named = self.option("method", "noisy")
         return tuple(k for k in named if isinstance(k, int)) if isinstance(named, list) else None
 
@@ -157,12 +173,17 @@ def read(path: str | Path) -> Recorded:
         what = "has nothing of a run in it" if folder.is_dir() else "is not a folder"
         raise UserError(f"{folder} {what}: give a run folder, such as runs/digits-fednoro-seed0")
     run = Recorded(folder)
-    run.config_text = _attempt(run, "config.yaml", lambda file: file.read_text(encoding="utf-8"), "")
-    run.config = _attempt(run, "config.yaml", lambda file: _mapping(yaml.safe_load(run.config_text)), {})
+    run.config_text = _attempt(
+        run, "config.yaml", lambda file: file.read_text(encoding="utf-8"), ""
+    )
+    run.config = _attempt(
+        run, "config.yaml", lambda file: _mapping(yaml.safe_load(run.config_text)), {}
+    )
     run.environment = _attempt(run, "environment.json", _json, {})
     _attempt(run, "rounds.jsonl", lambda file: _read_rounds(run, file), None)
     run.ledger = _attempt(run, "clients.csv", _ledger, None)
-    if (folder / "flower.json").exists() and not (folder / "split.npz").exists():  # real sites: only they know
+    if (folder / "flower.json").exists() and not (folder / "split.npz").exists():
+        # real sites: only they know
         run.sites = _attempt(run, "sites.json", _json, {})
     else:
         run.holdings = _attempt(run, "split.npz", _holdings, None)
@@ -237,11 +258,15 @@ def _round(record: dict[str, Any]) -> dict[str, Any]:
         value = record.get(key)
         return None if value is None or not math.isfinite(float(value)) else float(value)
 
-    confusion = None if record.get("confusion") is None else np.array(record["confusion"], dtype=np.int64)
+    confusion = (
+        None if record.get("confusion") is None else np.array(record["confusion"], dtype=np.int64)
+    )
     if confusion is not None and (confusion.ndim != 2 or confusion.shape[0] != confusion.shape[1]):
         raise ValueError("confusion is not square")
     bacc = number("bacc")
-    if (bacc is not None and not 0 <= bacc <= 1) or (confusion is not None and confusion.min(initial=0) < 0):
+    if (bacc is not None and not 0 <= bacc <= 1) or (
+        confusion is not None and confusion.min(initial=0) < 0
+    ):
         raise ValueError("a share or a count is out of range")
     return {
         "round": int(record["round"]),
@@ -269,7 +294,10 @@ def _ledger(file: Path) -> Ledger:
 
     def numbers(name: str) -> FloatArray:
         at = place.get(name)
-        return np.array([float(row[at] or "nan") if at is not None else math.nan for row in kept], dtype=np.float64)
+        return np.array(
+            [float(row[at] or "nan") if at is not None else math.nan for row in kept],
+            dtype=np.float64,
+        )
 
     def words(name: str) -> tuple[str, ...]:
         at = place.get(name)
@@ -293,7 +321,9 @@ def _holdings(path: Path) -> Holdings:
         test, noisy = file["test"].astype(np.int64), file["noisy"]
         classes = tuple(str(name) for name in file["classes"])
         names = tuple(str(name) for name in file["names"])
-        rates = file["rates"].astype(np.float64) if "rates" in file else np.full(len(names), math.nan)
+        rates = (
+            file["rates"].astype(np.float64) if "rates" in file else np.full(len(names), math.nan)
+        )
         validation = len(file["validation"]) if "validation" in file else 0
         leakage = json.loads(str(file["leakage"])) if "leakage" in file else {}
         fingerprint = str(file["fingerprint"]) if "fingerprint" in file else ""
@@ -306,7 +336,9 @@ def _holdings(path: Path) -> Holdings:
 
     def table(labels: IntArray) -> IntArray:
         cells = owner * len(classes) + labels[members]
-        return np.bincount(cells, minlength=len(names) * len(classes)).reshape(len(names), len(classes))
+        return np.bincount(cells, minlength=len(names) * len(classes)).reshape(
+            len(names), len(classes)
+        )
 
     return Holdings(
         names=names,
@@ -339,10 +371,15 @@ def _check_sizes(run: Recorded) -> None:
     if run.detection is not None and any(int(k) >= clients for k in run.detection["clients"]):
         run.detection = None
         run.missing.append(("detection.json", "names clients that split.npz does not have"))
-    if any(record["confusion"] is not None and len(record["confusion"]) != classes for record in run.rounds):
+    if any(
+        record["confusion"] is not None and len(record["confusion"]) != classes
+        for record in run.rounds
+    ):
         for record in run.rounds:
             record["confusion"] = None
-        run.missing.append(("rounds.jsonl", "has confusion matrices of another number of classes than split.npz"))
+        run.missing.append(
+            ("rounds.jsonl", "has confusion matrices of another number of classes than split.npz")
+        )
     if run.ledger is not None and len(run.ledger.client) and run.ledger.client.max() >= clients:
         run.ledger = None
         run.missing.append(("clients.csv", "names clients that split.npz does not have"))

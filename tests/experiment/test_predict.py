@@ -16,10 +16,10 @@ from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 from typer.testing import CliRunner
 
 import fednoro
-from fednoro.conduct import Run
 from fednoro.core.types import UserError
-from fednoro.predict import listed, predict, write
-from fednoro.trained import open_trained
+from fednoro.experiment.drive import Run
+from fednoro.experiment.predict import listed, predict, write
+from fednoro.experiment.trained_model import open_trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +32,11 @@ def write_dicom(path: Path, pixels: np.ndarray) -> None:
     scan.file_meta = meta
     scan.SOPClassUID, scan.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
     scan.Rows, scan.Columns = pixels.shape
-    scan.SamplesPerPixel, scan.PhotometricInterpretation, scan.PixelRepresentation = 1, "MONOCHROME2", 0
+    scan.SamplesPerPixel, scan.PhotometricInterpretation, scan.PixelRepresentation = (
+        1,
+        "MONOCHROME2",
+        0,
+    )
     scan.BitsAllocated, scan.BitsStored, scan.HighBit = 16, 16, 15
     scan.WindowCenter, scan.WindowWidth, scan.RescaleSlope, scan.RescaleIntercept = 500, 1000, 1, 0
     scan.PixelData = pixels.astype(np.uint16).tobytes()
@@ -55,10 +59,23 @@ def made(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> tuple[Ru
                 colour = np.repeat(pixels[:, :, None], 3, axis=2).astype(np.uint8)
                 Image.fromarray(colour).save(path.with_suffix((".png", ".jpg")[i % 3]))
     run = fednoro.run(
-        "digits", "data=folder", f"data.path={home / 'images'}", "data.size=16", "data.crop=center",
-        f"data.cache={home / 'cache'}", "noise=none", "partition=iid", "partition.clients=2", "model.width=4",
-        "train.rounds=2", "train.epochs=2", "train.batch=8", "method=fedavg", "device=cpu", f"out={home / 'runs'}",
-    )  # fmt: skip
+        "digits",
+        "data=folder",
+        f"data.path={home / 'images'}",
+        "data.size=16",
+        "data.crop=center",
+        f"data.cache={home / 'cache'}",
+        "noise=none",
+        "partition=iid",
+        "partition.clients=2",
+        "model.width=4",
+        "train.rounds=2",
+        "train.epochs=2",
+        "train.batch=8",
+        "method=fedavg",
+        "device=cpu",
+        f"out={home / 'runs'}",
+    )
     return run, home / "images"
 
 
@@ -75,7 +92,9 @@ def test_files_give_what_the_runs_own_images_give(made: tuple[Run, Path]) -> Non
     np.testing.assert_allclose([row.probabilities for row in found.rows], wanted, atol=1e-6)
     guessed = {row.path: found.top(row, 1)[0][0] for row in found.rows}
     test = run.federation.test
-    right = [guessed[str(folder / dataset.ids[i])] == dataset.classes[dataset.labels[i]] for i in test]
+    right = [
+        guessed[str(folder / dataset.ids[i])] == dataset.classes[dataset.labels[i]] for i in test
+    ]
     recalls = [np.mean(np.array(right)[dataset.labels[test] == c]) for c in range(3)]
     assert np.mean(recalls) == pytest.approx(run.final, abs=1e-9)
 
@@ -91,10 +110,17 @@ def test_the_runs_data_is_not_needed(made: tuple[Run, Path], tmp_path: Path) -> 
     assert row.probabilities is not None and np.array_equal(row.probabilities, same.probabilities)
 
 
-def test_unreadable_files_are_named_and_do_not_stop_the_rest(made: tuple[Run, Path], tmp_path: Path) -> None:
+def test_unreadable_files_are_named_and_do_not_stop_the_rest(
+    made: tuple[Run, Path], tmp_path: Path
+) -> None:
     run, folder = made
     whole = (folder / "benign" / "00.png").read_bytes()
-    bad = {"empty.png": b"", "text.png": b"no image", "cut.png": whole[: len(whole) // 2], "cut.dcm": b"\0" * 128}
+    bad = {
+        "empty.png": b"",
+        "text.png": b"no image",
+        "cut.png": whole[: len(whole) // 2],
+        "cut.dcm": b"\0" * 128,
+    }
     bad["cut.dcm"] += b"DICM\2\0\0\0"
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
@@ -108,14 +134,21 @@ def test_unreadable_files_are_named_and_do_not_stop_the_rest(made: tuple[Run, Pa
     assert reasons["nothing.png"] == "no such file" and reasons["empty.png"] == "the file is empty"
 
 
-def test_patterns_and_folders_name_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_and_folders_name_each_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a/1.png", "a/b/2.JPG", "a/b/scan", "a/x.txt", "c[1].png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "void").mkdir()
     monkeypatch.chdir(tmp_path)
     found = dict(listed(["a", "a/*.png", "a/**/*.JPG", "c[1].png", "void", "*.gif"]))
-    assert [name for name, reason in found.items() if not reason] == ["a/1.png", "a/b/2.JPG", "a/b/scan", "c[1].png"]
+    assert [name for name, reason in found.items() if not reason] == [
+        "a/1.png",
+        "a/b/2.JPG",
+        "a/b/scan",
+        "c[1].png",
+    ]
     assert found["*.gif"] == "no such file" and "no JPEG, PNG or DICOM" in found["void"]
 
 
@@ -144,12 +177,22 @@ def test_commands_export_and_predict(made: tuple[Run, Path], tmp_path: Path) -> 
     run, folder = made
     runner = CliRunner()
     target = tmp_path / "m.onnx"
-    ended = runner.invoke(app, ["export", str(run.folder), "--onnx", str(target)], catch_exceptions=False)
+    ended = runner.invoke(
+        app, ["export", str(run.folder), "--onnx", str(target)], catch_exceptions=False
+    )
     assert target.exists() and "test images" in ended.output and "allowed 0.0001" in ended.output
     with pytest.raises(UserError, match="--onnx FILE"):
         runner.invoke(app, ["export", str(run.folder)], catch_exceptions=False)
     shutil.copy(folder / "benign" / "00.png", tmp_path / "[b]\nx.png")
-    arguments = ["predict", str(run.folder), str(tmp_path / "[b]\nx.png"), "--top", "3", "--to", f"{tmp_path}/p.csv"]
+    arguments = [
+        "predict",
+        str(run.folder),
+        str(tmp_path / "[b]\nx.png"),
+        "--top",
+        "3",
+        "--to",
+        f"{tmp_path}/p.csv",
+    ]
     ended = runner.invoke(app, arguments, catch_exceptions=False, env={"COLUMNS": "200"})
     assert ended.exit_code == 0
     assert all(name in ended.output for name in ("benign", "malignant", "unclear", "[b]�x.png"))
@@ -158,7 +201,9 @@ def test_commands_export_and_predict(made: tuple[Run, Path], tmp_path: Path) -> 
         runner.invoke(app, ["predict", str(run.folder), "gone.png"], catch_exceptions=False)
 
 
-def test_prepared_folders_decode_as_they_were_prepared(made: tuple[Run, Path], tmp_path: Path) -> None:
+def test_prepared_folders_decode_as_they_were_prepared(
+    made: tuple[Run, Path], tmp_path: Path
+) -> None:
     run, folder = made
     (cache,) = (folder.parent / "cache").iterdir()
     moved = shutil.copytree(run.folder, tmp_path / "run")

@@ -21,17 +21,17 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from fednoro.config import Config, as_tree, section_name
 from fednoro.core.types import State
 from fednoro.data.cache.preparation import Prepared
 from fednoro.data.federation import Federation
 from fednoro.detection.verdicts import verdicts
-from fednoro.experiment import Run, Watcher
+from fednoro.experiment.config.configuration import Config, as_tree, section_name
+from fednoro.experiment.drive import Run, Watcher
+from fednoro.experiment.rounds import Turn
+from fednoro.experiment.run_folder.recorded_run import Recorded
+from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.report.findings import stability
 from fednoro.report.judged import judged
-from fednoro.report.reading import Recorded
-from fednoro.rounds import Turn
-from fednoro.runs import RunFolder
 
 REASONS, EXAMPLES = 5, 3  # why images were left out, and which
 PLAIN_EVERY = 10.0  # seconds between lines of progress where there is no terminal
@@ -48,7 +48,8 @@ class Terminal(Watcher):
         self._what, self._said = "", 0.0
         self._federation: Federation | None = None
         self._config: Config | None = None
-        self._verdict: tuple[dict[int, bool], int] | None = None  # the last one shown in full, and after which round
+        # the last one shown in full, and after which round
+        self._verdict: tuple[dict[int, bool], int] | None = None
         self._rounds = self._done = 0
         self._best = 0.0
         self._seconds: list[float] = []
@@ -67,16 +68,22 @@ class Terminal(Watcher):
             self.close()
             counted = "{task.completed:.0f}/{task.total:.0f}" if total else "{task.completed:.0f}"
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn(counted), TimeRemainingColumn(),
-                console=self.console, transient=True,
-            )  # fmt: skip
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn(counted),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
             self._bar.start()
             self._task = self._bar.add_task(what, total=total or None)
         assert self._task is not None
         self._what = what
         self._bar.update(self._task, completed=done)
 
-    def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
+    def started(
+        self, config: Config, folder: Path, federation: Federation, state: State, engine: str
+    ) -> None:
         self.close()
         self._config, self._federation = config, federation
         self._rounds, self._done = state.rounds, state.round
@@ -84,7 +91,10 @@ class Terminal(Watcher):
         self._best = max((record["bacc"] for record in RunFolder(folder).rounds()), default=0.0)
         if self.quiet:
             return
-        names = {key: escape(section_name(config, key)) for key in ("data", "partition", "noise", "model", "method")}
+        names = {
+            key: escape(section_name(config, key))
+            for key in ("data", "partition", "noise", "model", "method")
+        }
         sizes = [len(part) for part in federation.parts]
         training = f"{sum(sizes)} training"
         if len(federation.validation):
@@ -92,28 +102,43 @@ class Terminal(Watcher):
         noise = f"noise {names['noise']}"
         if federation.noisy is not None and federation.noisy.any():
             rates, count = federation.rates[federation.noisy], federation.noisy.sum()
-            noise += f": {count} noisy clients, {rates.min():.0%} to {rates.max():.0%} of their labels wrong"
+            noise += (
+                f": {count} noisy clients, {rates.min():.0%} to "
+                f"{rates.max():.0%} of their labels wrong"
+            )
         self._say(f"[bold]{escape(str(folder))}[/]")
         self._say(
-            f"{names['method']} on {names['data']}: {training} and {len(federation.test)} test images, "
-            f"{state.classes} classes, {len(sizes)} clients of {min(sizes)} to {max(sizes)} images"
+            f"{names['method']} on {names['data']}: {training} and "
+            f"{len(federation.test)} test images, {state.classes} classes, {len(sizes)} "
+            f"clients of {min(sizes)} to {max(sizes)} images"
         )
-        self._say(f"partition {names['partition']}; {noise}; model {names['model']}; seed {config.seed}")
+        self._say(
+            f"partition {names['partition']}; {noise}; model {names['model']}; seed {config.seed}"
+        )
         if isinstance(named := getattr(config.method, "noisy", None), tuple):
             whom = ", ".join(federation.names[k] for k in sorted(named)) or "none is looked for"
-            self._say(f"{len(named)} of {len(sizes)} clients named noisy by method.noisy: {escape(whom)}")
+            self._say(
+                f"{len(named)} of {len(sizes)} clients named noisy by method.noisy: {escape(whom)}"
+            )
         self._say(f"engine: {escape(engine)}")
         if state.round:
             self._say(f"going on after round {state.round}")
         if self.live:
             self._bar = Progress(
-                TextColumn("[bold]{task.description}"), BarColumn(),
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
                 TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[figures]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
-                console=self.console, transient=True,
-            )  # fmt: skip
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
             self._bar.start()
-            self._task = self._bar.add_task("training", total=state.rounds, completed=state.round, figures="")
+            self._task = self._bar.add_task(
+                "training", total=state.rounds, completed=state.round, figures=""
+            )
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
@@ -136,10 +161,15 @@ class Terminal(Watcher):
         self._best = max(self._best, turn.evaluation.bacc)
         figures = f"BACC {turn.evaluation.bacc:6.2%}  best {self._best:6.2%}"
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, description=turn.state.stage, figures=figures)
+            self._bar.update(
+                self._task, completed=self._done, description=turn.state.stage, figures=figures
+            )
         else:
             left = statistics.mean(self._seconds[-10:]) * (self._rounds - self._done)
-            self._say(f"round {self._done:>3}/{self._rounds}  {turn.state.stage:<22}  {figures}  ETA {left:.0f} s")
+            self._say(
+                f"round {self._done:>3}/{self._rounds}  "
+                f"{turn.state.stage:<22}  {figures}  ETA {left:.0f} s"
+            )
 
     def _show_verdicts(self, state: State) -> None:
         detection = state.memo.get("detection")
@@ -147,13 +177,17 @@ class Terminal(Watcher):
             return
         truth, found = self._federation.noisy, verdicts(state)
         if self._verdict is not None and self._verdict[0] == found:
-            self._say(f"after round {state.round}: {_flagged(found)} as after round {self._verdict[1]}")
+            self._say(
+                f"after round {state.round}: {_flagged(found)} as after round {self._verdict[1]}"
+            )
             return
         self._verdict = found, state.round
         self._say(f"after round {state.round}: {escape(detection['reason'])}")
         table = Table()
         for heading in ("client", "images", "P(noisy)", "verdict"):
-            table.add_column(heading, justify="left" if heading in ("client", "verdict") else "right")
+            table.add_column(
+                heading, justify="left" if heading in ("client", "verdict") else "right"
+            )
         if truth is not None:
             table.add_column("labels wrong", justify="right")
             table.add_column("")
@@ -161,9 +195,17 @@ class Terminal(Watcher):
             k = int(key)
             posterior = "not scored" if row["posterior"] is None else f"{row['posterior']:.3f}"
             verdict = "[red]noisy[/]" if row["noisy"] else "[green]clean[/]"
-            cells = [escape(self._federation.names[k]), str(len(self._federation.parts[k])), posterior, verdict]
+            cells = [
+                escape(self._federation.names[k]),
+                str(len(self._federation.parts[k])),
+                posterior,
+                verdict,
+            ]
             if truth is not None:
-                cells += [f"{self._federation.rates[k]:.0%}", "✓" if bool(truth[k]) == row["noisy"] else "[red]✗[/]"]
+                cells += [
+                    f"{self._federation.rates[k]:.0%}",
+                    "✓" if bool(truth[k]) == row["noisy"] else "[red]✗[/]",
+                ]
             table.add_row(*cells)
         self.console.print(table)
         if said := self._firmness(detection):
@@ -186,11 +228,13 @@ class Terminal(Watcher):
         if self.quiet:
             return
         self._say(
-            f"[bold]BACC[/]  best [bold]{run.best:.2%}[/]  last {run.last:.2%} "
-            f"(mean of the last {min(10, len(run.bacc))} rounds)  final {run.final:.2%}  in {run.seconds:.1f} s"
+            f"[bold]BACC[/]  best [bold]{run.best:.2%}[/]  last {run.last:.2%} (mean of the last "
+            f"{min(10, len(run.bacc))} rounds)  final {run.final:.2%}  in {run.seconds:.1f} s"
         )
         if run.best_by_validation is not None:
-            self._say(f"the round that is best on the validation part: {run.best_by_validation:.2%}")
+            self._say(
+                f"the round that is best on the validation part: {run.best_by_validation:.2%}"
+            )
         if run.detection is not None and "exact" in run.detection:
             found = run.detection
             exact = (
@@ -233,11 +277,14 @@ def prepared_table(done: Prepared) -> Group:
     )
     lines = [f"{total:,} images, {done.bytes / 1e6:,.1f} MB in {done.folder} ({took})"]
     if done.skipped:
-        lines.append(f"{len(done.skipped):,} left out; all are listed in {done.folder / 'manifest.json'}:")
+        lines.append(
+            f"{len(done.skipped):,} left out; all are listed in {done.folder / 'manifest.json'}:"
+        )
         reasons: dict[str, list[str]] = {}
         for item in done.skipped:
             reasons.setdefault(item["reason"], []).append(item["path"])
-        for reason, paths in [*reversed(reasons.items())][:REASONS]:  # unreadable ones before those left out
+        for reason, paths in [*reversed(reasons.items())][:REASONS]:
+            # unreadable ones before those left out
             several = f", … {len(paths):,} in all" if len(paths) > EXAMPLES else ""
             lines.append(f"  {reason}: {', '.join(paths[:EXAMPLES])}{several}")
         if len(reasons) > REASONS:
@@ -257,15 +304,30 @@ def seeds_table(runs: Sequence[Run]) -> Table:
         table.add_column(heading, justify="right")
     for run in runs:
         exact = (
-            "–" if run.detection is None or "exact" not in run.detection else "yes" if run.detection["exact"] else "no"
+            "–"
+            if run.detection is None or "exact" not in run.detection
+            else "yes"
+            if run.detection["exact"]
+            else "no"
         )
-        table.add_row(str(run.config.seed), *(f"{value:.2%}" for value in (run.best, run.last, run.final)), exact)
+        table.add_row(
+            str(run.config.seed),
+            *(f"{value:.2%}" for value in (run.best, run.last, run.final)),
+            exact,
+        )
     columns = [[getattr(run, name) for run in runs] for name in ("best", "last", "final")]
-    known = [run.detection["exact"] for run in runs if run.detection is not None and "exact" in run.detection]
+    known = [
+        run.detection["exact"]
+        for run in runs
+        if run.detection is not None and "exact" in run.detection
+    ]
     table.add_section()
     table.add_row(
         "mean ± std",
-        *(f"{100 * statistics.mean(values):.2f} ± {100 * statistics.stdev(values):.2f}" for values in columns),
+        *(
+            f"{100 * statistics.mean(values):.2f} ± {100 * statistics.stdev(values):.2f}"
+            for values in columns
+        ),
         f"{sum(known)} of {len(known)}" if known else "–",
     )
     return table

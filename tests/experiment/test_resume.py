@@ -1,7 +1,7 @@
 """Runs that are killed, again and again, and end with the same bits as one that was left alone.
 
-The processes are real and die by SIGKILL; they are forked from a server that has loaded torch already, so
-that a life costs a tenth of a second and not five.
+The processes are real and die by SIGKILL; they are forked from a server that has loaded torch
+already, so that a life costs a tenth of a second and not five.
 """
 
 from __future__ import annotations
@@ -20,20 +20,36 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from fednoro import experiment
+import fednoro
 from fednoro.core.types import Reply, Site, Task, UserError
+from fednoro.experiment import simulation
+from fednoro.experiment.checkpoint import checkpoints
+from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.methods import METHODS, Method
-from fednoro.runs import RunFolder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
 ROUNDS, WARMUP = 48, 5
 TINY = (
-    "digits", "data=synthetic", "data.images=160", "data.classes=4", "data.size=8", "data.channels=1",
-    "partition.clients=5", "noise.epochs=60", "model.width=4", "train.epochs=1", "train.batch=32",
-    f"train.rounds={ROUNDS}", f"method.warmup={WARMUP}", "device=cpu",
-    "train.participation=0.8", "train.failures=0.1", "train.augment.rotate=10", "train.augment.flip=true",
-)  # fmt: skip
+    "digits",
+    "data=synthetic",
+    "data.images=160",
+    "data.classes=4",
+    "data.size=8",
+    "data.channels=1",
+    "partition.clients=5",
+    "noise.epochs=60",
+    "model.width=4",
+    "train.epochs=1",
+    "train.batch=32",
+    f"train.rounds={ROUNDS}",
+    f"method.warmup={WARMUP}",
+    "device=cpu",
+    "train.participation=0.8",
+    "train.failures=0.1",
+    "train.augment.rotate=10",
+    "train.augment.flip=true",
+)
 
 Start = Callable[..., ForkServerProcess]
 
@@ -42,7 +58,7 @@ Start = Callable[..., ForkServerProcess]
 def start() -> Iterator[Start]:
     """Starts `target(*args)` in a process of its own."""
     context: ForkServerContext = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fednoro.experiment"])
+    context.set_forkserver_preload(["fednoro.experiment.simulation"])
     started: list[ForkServerProcess] = []
 
     def begin(target: Callable[..., Any], *args: str) -> ForkServerProcess:
@@ -52,7 +68,8 @@ def start() -> Iterator[Start]:
         return process
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # on busy cores the threads of a tiny network wait for each other
+        # on busy cores the threads of a tiny network wait for each other
+        patch.setenv("OMP_NUM_THREADS", "1")
         yield begin
     for process in started:
         process.kill()
@@ -61,7 +78,7 @@ def start() -> Iterator[Start]:
 
 
 def run_to_the_end(start: Start, out: Path, *overrides: str) -> Path:
-    finish(start(experiment.run, *TINY, f"out={out}", "name=run", *overrides))
+    finish(start(simulation.run, *TINY, f"out={out}", "name=run", *overrides))
     return out / "run"
 
 
@@ -78,17 +95,25 @@ def undisturbed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rounds(folder: Path) -> list[dict[str, Any]]:
     """All that is recorded of each round but the time it took."""
     lines = (folder / "rounds.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
+    return [
+        {key: value for key, value in json.loads(line).items() if key != "seconds"}
+        for line in lines
+    ]
 
 
 def results(folder: Path) -> dict[str, bytes]:
-    files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "clients.csv", "detection.json")}
+    files = {
+        name: (folder / name).read_bytes()
+        for name in ("model.safetensors", "clients.csv", "detection.json")
+    }
     with np.load(folder / "split.npz") as split:
         return files | {name: split[name].tobytes() for name in ("members", "observed", "test")}
 
 
 def assert_same(folder: Path, other: Path) -> None:
-    assert [record["bacc"] for record in rounds(folder) if "bacc" in record] == list(experiment.load(other).bacc)
+    assert [record["bacc"] for record in rounds(folder) if "bacc" in record] == list(
+        fednoro.load(other).bacc
+    )
     assert rounds(folder) == rounds(other)
     assert results(folder) == results(other)
     assert not [path.name for path in folder.rglob(".*.tmp")]
@@ -103,7 +128,9 @@ def written(folder: Path) -> int:
 def wait_until(condition: Callable[[], bool], process: ForkServerProcess) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert process.is_alive() and time.monotonic() < deadline, "the run ended before it could be killed"
+        assert process.is_alive() and time.monotonic() < deadline, (
+            "the run ended before it could be killed"
+        )
         time.sleep(0.001)
 
 
@@ -119,8 +146,10 @@ def test_ten_kills_at_random_moments_change_nothing(
 ) -> None:
     rng = np.random.default_rng(every)
     folder, reached = tmp_path / "run", []
-    pace = experiment.load(undisturbed).seconds / ROUNDS
-    process = start(experiment.run, *TINY, f"out={tmp_path}", "name=run", f"checkpoint_every={every}")
+    pace = fednoro.load(undisturbed).seconds / ROUNDS
+    process = start(
+        simulation.run, *TINY, f"out={tmp_path}", "name=run", f"checkpoint_every={every}"
+    )
     wait_until((folder / "config.yaml").exists, process)
     for _ in range(10):
         seen = written(folder) + int(rng.integers(4))
@@ -129,21 +158,23 @@ def test_ten_kills_at_random_moments_change_nothing(
         kill(process)
         reached.append(written(folder))
         assert not (folder / "result.json").exists()
-        process = start(experiment.resume, str(folder))
+        process = start(simulation.resume, str(folder))
     finish(process)
 
     assert len(set(reached)) >= 5 and reached[-1] > WARMUP, f"kills landed at rounds {reached} only"
     assert_same(folder, undisturbed)
 
 
-def test_a_kill_while_the_annotators_train_changes_nothing(start: Start, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_kill_while_the_annotators_train_changes_nothing(
+    start: Start, undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    process = start(experiment.run, *TINY, f"out={tmp_path}", "name=run")
+    process = start(simulation.run, *TINY, f"out={tmp_path}", "name=run")
     wait_until((folder / "environment.json").exists, process)
     time.sleep(0.05)
     kill(process)
     assert not (folder / "split.npz").exists() and (folder / "config.yaml").exists()
-    finish(start(experiment.resume, str(folder)))
+    finish(start(simulation.resume, str(folder)))
     assert_same(folder, undisturbed)
 
 
@@ -151,33 +182,36 @@ def test_a_corrupt_checkpoint_is_refused_and_the_one_before_leads_to_the_same_bi
     start: Start, undisturbed: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    process = start(experiment.run, *TINY, f"out={tmp_path}", "name=run", "checkpoint_every=2")
+    process = start(simulation.run, *TINY, f"out={tmp_path}", "name=run", "checkpoint_every=2")
     wait_until(lambda: written(folder) > WARMUP + 6, process)
     kill(process)
     shutil.copytree(folder, tmp_path / "bare")
 
-    *_, newest = RunFolder(folder).checkpoints()
+    *_, newest = checkpoints(RunFolder(folder))
     content = bytearray(newest.read_bytes())
     content[-5] ^= 1
     newest.write_bytes(content)
-    with pytest.raises(UserError, match=rf"checkpoint {newest} is corrupt .*: delete it to resume from the one before"):
-        experiment.resume(folder)
+    with pytest.raises(
+        UserError,
+        match=rf"checkpoint {newest} is corrupt .*: delete it to resume from the one before",
+    ):
+        fednoro.resume(folder)
     newest.unlink()
-    finish(start(experiment.resume, str(folder)))
+    finish(start(simulation.resume, str(folder)))
     assert_same(folder, undisturbed)
 
-    for checkpoint in RunFolder(tmp_path / "bare").checkpoints():
+    for checkpoint in checkpoints(RunFolder(tmp_path / "bare")):
         checkpoint.unlink()
-    finish(start(experiment.resume, str(tmp_path / "bare")))
+    finish(start(simulation.resume, str(tmp_path / "bare")))
     assert_same(tmp_path / "bare", undisturbed)
 
 
 def test_two_processes_cannot_play_the_same_run(start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = start(experiment.run, *TINY, f"out={tmp_path}", "name=run")
+    process = start(simulation.run, *TINY, f"out={tmp_path}", "name=run")
     wait_until(lambda: written(folder) > 0, process)
     with pytest.raises(UserError, match="in use by another process"):
-        experiment.resume(folder)
+        fednoro.resume(folder)
     assert process.is_alive()
     kill(process)
 
@@ -188,12 +222,14 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(
     assert_same(run_to_the_end(start, tmp_path / "same"), undisturbed)
     other = run_to_the_end(start, tmp_path / "other", "seed=1")
     assert all(results(other)[name] != content for name, content in results(undisturbed).items())
-    assert experiment.load(other).bacc != experiment.load(undisturbed).bacc
+    assert fednoro.load(other).bacc != fednoro.load(undisturbed).bacc
 
 
 @dataclass(frozen=True)
 class Relabelling(Method):
-    """Not registered: clients remember labels that change in every round, so half a round must not be saved."""
+    """Not registered: clients remember labels that change in every round, so
+    half a round must not be saved.
+    """
 
     stop: ClassVar[tuple[int, int] | None] = None
 
@@ -210,8 +246,14 @@ def test_an_interrupt_in_the_middle_of_a_round_saves_the_round_before(
 ) -> None:
     monkeypatch.setitem(METHODS, "relabelling", Relabelling)
     settings = [item for item in TINY if not item.startswith("method.")]
-    overrides = ("method=relabelling", "train.rounds=5", "noise.epochs=1", "train.participation=1", "train.failures=0")
-    whole = experiment.run(*settings, *overrides, f"out={tmp_path}", "name=whole")
+    overrides = (
+        "method=relabelling",
+        "train.rounds=5",
+        "noise.epochs=1",
+        "train.participation=1",
+        "train.failures=0",
+    )
+    whole = fednoro.run(*settings, *overrides, f"out={tmp_path}", "name=whole")
 
     with monkeypatch.context() as patch:
         if moment == "while a client trains":
@@ -226,10 +268,12 @@ def test_an_interrupt_in_the_middle_of_a_round_saves_the_round_before(
 
             patch.setattr(RunFolder, "_append", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            experiment.run(*settings, *overrides, f"out={tmp_path}", "name=run")
+            fednoro.run(*settings, *overrides, f"out={tmp_path}", "name=run")
     folder = tmp_path / "run"
-    assert [path.name for path in RunFolder(folder).checkpoints()] == ["round-00003.safetensors"]
-    assert experiment.resume(folder).bacc == whole.bacc
-    assert (folder / "model.safetensors").read_bytes() == (whole.folder / "model.safetensors").read_bytes()
+    assert [path.name for path in checkpoints(RunFolder(folder))] == ["round-00003.safetensors"]
+    assert fednoro.resume(folder).bacc == whole.bacc
+    assert (folder / "model.safetensors").read_bytes() == (
+        whole.folder / "model.safetensors"
+    ).read_bytes()
     assert (folder / "clients.csv").read_bytes() == (whole.folder / "clients.csv").read_bytes()
     assert rounds(folder) == rounds(whole.folder)

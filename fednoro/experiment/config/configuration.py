@@ -1,8 +1,9 @@
 """Configurations: presets, files and `key=value` overrides, checked and resolved into one value.
 
-A configuration has a section for each part of an experiment. A section is a name and that part's options,
-`method: {name: fednoro, warmup: 10}`; the bare name will do, `method: fednoro`. The options are the fields
-of the part's own dataclass, so a new method or data source brings its configuration with it.
+A configuration has a section for each part of an experiment. A section is a name and that
+part's options, `method: {name: fednoro, warmup: 10}`; the bare name will do, `method:
+fednoro`. The options are the fields of the part's own dataclass, so a new method or data
+source brings its configuration with it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from fednoro.data.noise import Kind as NoiseModel
 from fednoro.data.partition import PARTITIONS, Partition
 from fednoro.data.sources import SOURCES, Source
 from fednoro.data.split import Split
+from fednoro.experiment.config.validation import suggest, validate
 from fednoro.methods import METHODS, Method, find_method, name_of
 from fednoro.models import MODELS, Factory, Model
-from fednoro.validation import suggest, validate
 
 REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "data": SOURCES,
@@ -38,11 +39,14 @@ REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "method": METHODS,
 }
 SINGLE: dict[str, type[Options]] = {"split": Split, "train": Training}  # sections without a choice
+PRESETS = files("fednoro.experiment") / "presets"
 TRACKERS = ("tensorboard", "mlflow")
 OWN = ("folder", "prepared")  # data sources that are the user's own images and labels
 REAL = ("none", "from_file")  # noise that is none, or what people have made of the labels
 # Options that say where and by what a run is made, not what it is.
-INCIDENTAL = frozenset({"name", "out", "device", "engine", "compile", "stack", "checkpoint_every", "track"})
+INCIDENTAL = frozenset(
+    {"name", "out", "device", "engine", "compile", "stack", "checkpoint_every", "track"}
+)
 
 
 @dataclass(frozen=True)
@@ -50,21 +54,31 @@ class General(Options):
     """What belongs to no section."""
 
     seed: int = option(0, "everything random follows from it", ge=0)
-    name: str | None = option(None, "the run's folder name; made from data, method and seed if not given")
+    name: str | None = option(
+        None, "the run's folder name; made from data, method and seed if not given"
+    )
     out: str = option("runs", "where run folders are made")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, …")
     engine: Literal["auto", "eager", "cpu", "cuda"] = option(
         "auto", "auto: the fastest for the device; eager: the plain loop"
     )
-    precision: Literal["fp32", "tf32", "bf16"] = option("fp32", "arithmetic on CUDA: fp32, or the faster tf32 and bf16")
+    precision: Literal["fp32", "tf32", "bf16"] = option(
+        "fp32", "arithmetic on CUDA: fp32, or the faster tf32 and bf16"
+    )
     compile: bool = option(False, "on CUDA, torch.compile the network: slow to start, faster after")
-    stack: bool = option(True, "on CUDA, train many clients as one network where that is faster: ResNets in bf16")
+    stack: bool = option(
+        True, "on CUDA, train many clients as one network where that is faster: ResNets in bf16"
+    )
     checkpoint_every: int = option(5, "exchanges (rounds, mostly) between checkpoints", ge=1)
-    track: tuple[str, ...] = option((), f"trackers that are written into the run folder: {', '.join(TRACKERS)}")
+    track: tuple[str, ...] = option(
+        (), f"trackers that are written into the run folder: {', '.join(TRACKERS)}"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.name is not None and (not self.name or self.name[0] == "." or set(self.name) & set("/\\")):
+        if self.name is not None and (
+            not self.name or self.name[0] == "." or set(self.name) & set("/\\")
+        ):
             raise UserError(f"name must be a plain folder name, got {self.name!r}")
         for tracker in self.track:
             if tracker not in TRACKERS:
@@ -90,17 +104,20 @@ class Config(General):
 
 def presets() -> dict[str, str]:
     """The presets' names, each with its one-line description."""
-    folder = files("fednoro") / "presets"
     texts = {
         Path(item.name).stem: item.read_text(encoding="utf-8")
-        for item in folder.iterdir()
+        for item in PRESETS.iterdir()
         if item.name.endswith(".yaml")
     }
     return {name: text.splitlines()[0].lstrip("# ") for name, text in sorted(texts.items())}
 
 
-def resolve(source: str | Path | Mapping[str, Any] = "digits", overrides: Sequence[str] = ()) -> Config:
-    """A checked configuration from a preset's name, a YAML file or a mapping, with `key=value` overrides."""
+def resolve(
+    source: str | Path | Mapping[str, Any] = "digits", overrides: Sequence[str] = ()
+) -> Config:
+    """A checked configuration from a preset's name, a YAML file or a
+    mapping, with `key=value` overrides.
+    """
     tree = _base(source)
     # Choices first: `method.tau=2 method=fedla` means the same in either order.
     for override in sorted(overrides, key=_is_option):
@@ -108,13 +125,19 @@ def resolve(source: str | Path | Mapping[str, Any] = "digits", overrides: Sequen
     config = _build(tree)
     data, noise = section_name(config, "data"), section_name(config, "noise")
     if data in OWN and noise not in REAL and not _asks_for_noise(source, overrides):
-        warnings.warn(f"noise {noise} changes your own labels: noise=none keeps them", FedNoRoWarning, stacklevel=2)
+        warnings.warn(
+            f"noise {noise} changes your own labels: noise=none keeps them",
+            FedNoRoWarning,
+            stacklevel=2,
+        )
     return config
 
 
 def _asks_for_noise(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> bool:
     """Whether the user did, or only the preset."""
-    if any(override.partition("=")[0].strip().partition(".")[0] == "noise" for override in overrides):
+    if any(
+        override.partition("=")[0].strip().partition(".")[0] == "noise" for override in overrides
+    ):
         return True
     if isinstance(source, Mapping):
         return "noise" in source
@@ -122,7 +145,9 @@ def _asks_for_noise(source: str | Path | Mapping[str, Any], overrides: Sequence[
 
 
 def resolve_network(path: Path) -> Config:
-    """A run's configuration as far as its data and network go; its method may be unknown here, and FedAvg stands in."""
+    """A run's configuration as far as its data and network go; its method may be
+    unknown here, and FedAvg stands in.
+    """
     return resolve({**_read(str(path)), "method": "fedavg", "methods": None})
 
 
@@ -131,7 +156,9 @@ def _is_option(override: str) -> bool:
 
 
 def seeds(overrides: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Takes `seed=0..2` or `seed=1,4,7` out of the overrides: the seeds, and the other overrides."""
+    """Takes `seed=0..2` or `seed=1,4,7` out of the overrides: the
+    seeds, and the other overrides.
+    """
     rest = [text for text in overrides if not text.startswith("seed=")]
     given = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
     if not given:
@@ -143,7 +170,8 @@ def seeds(overrides: Sequence[str]) -> tuple[list[int], list[str]]:
             found += range(int(first), int(last) + 1) if dots else [int(first)]
     except ValueError as error:
         raise UserError(
-            f"seed must be a number, a list or a range, as in seed=3, seed=1,4 or seed=0..2; got {given[-1]!r}"
+            "seed must be a number, a list or a range, as in seed=3, seed=1,4 "
+            f"or seed=0..2; got {given[-1]!r}"
         ) from error
     if not found or min(found) < 0 or len(set(found)) != len(found):
         raise UserError(f"seed must name distinct numbers from 0 on, got {given[-1]!r}")
@@ -153,12 +181,16 @@ def seeds(overrides: Sequence[str]) -> tuple[list[int], list[str]]:
 def dump(config: Config) -> str:
     """The configuration as YAML that `resolve` reads back to the same value."""
     tree: dict[str, Any] = {}
-    for item in sorted(dataclasses.fields(config), key=lambda item: item.name not in ("seed", *REGISTRIES, *SINGLE)):
+    for item in sorted(
+        dataclasses.fields(config), key=lambda item: item.name not in ("seed", *REGISTRIES, *SINGLE)
+    ):
         value = getattr(config, item.name)
         if item.name in REGISTRIES:
             tree[item.name] = {"name": _name(item.name, value), **_plain(dataclasses.asdict(value))}
+        elif dataclasses.is_dataclass(value):
+            tree[item.name] = _plain(dataclasses.asdict(value))  # type: ignore[arg-type]
         else:
-            tree[item.name] = _plain(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+            tree[item.name] = value
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
@@ -183,19 +215,31 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def anchored(config: Config) -> Config:
-    """The same with files and folders by their absolute paths, so that a run can be resumed from anywhere."""
+    """The same with files and folders by their absolute paths, so that a run
+    can be resumed from anywhere.
+    """
 
     def absolute(part: Any) -> Any:
         given = {
-            item.name: getattr(part, item.name) for item in dataclasses.fields(part) if "Literal" not in str(item.type)
+            item.name: getattr(part, item.name)
+            for item in dataclasses.fields(part)
+            if "Literal" not in str(item.type)
         }
-        paths = {name: Path(value).expanduser() for name, value in given.items() if value and isinstance(value, str)}
+        paths = {
+            name: Path(value).expanduser()
+            for name, value in given.items()
+            if value and isinstance(value, str)
+        }
         return dataclasses.replace(
             part, **{name: str(path.absolute()) for name, path in paths.items() if path.exists()}
         )
 
     return dataclasses.replace(
-        config, **{section: absolute(getattr(config, section)) for section in ("data", "split", "noise", "model")}
+        config,
+        **{
+            section: absolute(getattr(config, section))
+            for section in ("data", "split", "noise", "model")
+        },
     )
 
 
@@ -240,7 +284,7 @@ def _base(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 def _read(source: str) -> dict[str, Any]:
     path = Path(source).expanduser()
     if source in presets():
-        text = (files("fednoro") / "presets" / f"{source}.yaml").read_text(encoding="utf-8")
+        text = (PRESETS / f"{source}.yaml").read_text(encoding="utf-8")
     elif path.is_file():
         try:
             text = path.read_text(encoding="utf-8")
@@ -341,11 +385,15 @@ def _build(tree: dict[str, Any]) -> Config:
     if isinstance(tree.get("track"), str):
         tree["track"] = [tree["track"]]  # the bare name will do here too
     general = validate(General, {key: value for key, value in tree.items() if key not in parts}, "")
-    return Config(**parts, **{item.name: getattr(general, item.name) for item in dataclasses.fields(General)})
+    return Config(
+        **parts, **{item.name: getattr(general, item.name) for item in dataclasses.fields(General)}
+    )
 
 
 def _per_method(table: Any) -> dict[str, dict[str, Any]]:
-    """The `methods:` table, checked whole: a slip in it must not wait for the day its method is chosen."""
+    """The `methods:` table, checked whole: a slip in it must not wait for
+    the day its method is chosen.
+    """
     if not isinstance(table, Mapping | None):
         raise UserError(f"methods must be a mapping from methods to their options, got {table!r}")
     for name, options in (table or {}).items():

@@ -1,4 +1,6 @@
-"""The run folder: whole files, logs that follow their checkpoint, damage that is noticed, one process at a time."""
+"""The run folder: whole files, logs that follow their checkpoint, damage that is
+noticed, one process at a time.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,29 @@ from safetensors.torch import save_file
 from fednoro.core.files import disk_errors, write_json, write_whole
 from fednoro.core.types import State, UserError, Weights
 from fednoro.data.client import Client
-from fednoro.experiment import load, resume
-from fednoro.rounds import Answer, Evaluation, Turn
-from fednoro.runs import (
-    CLIENT_COLUMNS,
+from fednoro.experiment.checkpoint import (
     KEPT_CHECKPOINTS,
-    RunFolder,
     Snapshot,
+    checkpoints,
     environment,
     load_checkpoint,
+    restore,
+    save_checkpoint,
+    take_snapshot,
+    write_checkpoint,
 )
+from fednoro.experiment.drive import load
+from fednoro.experiment.rounds import Answer, Evaluation, Turn
+from fednoro.experiment.run_folder.run_files import CLIENT_COLUMNS, RunFolder
+from fednoro.experiment.simulation import resume
 
-MEMO = {"detection": {"reason": "two groups", "clients": {"0": {"noisy": True, "posterior": 0.1 + 0.2}}}, "none": None}
+MEMO = {
+    "detection": {
+        "reason": "two groups",
+        "clients": {"0": {"noisy": True, "posterior": 0.1 + 0.2}},
+    },
+    "none": None,
+}
 
 
 def state_at(number: int, memo: dict[str, object] | None = None) -> State:
@@ -53,7 +66,9 @@ def turn_at(number: int, task: str = "train", completed: bool = True) -> Turn:
     confusion = np.array([[3, 1, 0], [0, 2, 0], [0, 0, 0]])
     trained = Answer(0, "ok", 10, {"loss": 0.5}), Answer(1, "ok", 30, {"loss": 1.5})
     evaluation = Evaluation(confusion, 0.25) if completed else None
-    return Turn(state_at(number), task, (*trained, Answer(2, "failed", reason="lost")), 0.5, (), evaluation)
+    return Turn(
+        state_at(number), task, (*trained, Answer(2, "failed", reason="lost")), 0.5, (), evaluation
+    )
 
 
 @pytest.fixture
@@ -93,8 +108,13 @@ def test_the_old_content_stays_when_writing_fails(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", full) if failing == "fsync" else monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(UserError, match=r"no space left while writing .*a\.txt: free some, then run or resume again"):
+    monkeypatch.setattr(os, "fsync", full) if failing == "fsync" else monkeypatch.setattr(
+        Path, "replace", full
+    )
+    with pytest.raises(
+        UserError,
+        match=r"no space left while writing .*a\.txt: free some, then run or resume again",
+    ):
         write_whole(file, b"new")
     assert file.read_bytes() == b"old" and names(tmp_path) == ["a.txt"]
 
@@ -141,7 +161,11 @@ def test_a_folder_that_exists_is_never_taken_over(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "run", tmp_path / "file" / "deeper" / "run", tmp_path / ("x" * 300)):
+    for path in (
+        tmp_path / "file" / "run",
+        tmp_path / "file" / "deeper" / "run",
+        tmp_path / ("x" * 300),
+    ):
         with pytest.raises(UserError, match=r"^cannot write .*: \w+"):
             RunFolder(path).create()
 
@@ -155,7 +179,9 @@ def test_a_second_process_is_kept_out_until_the_first_lets_go(folder: RunFolder)
         "sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", code, str(folder.path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=r"run is in use by another process"):
             folder.lock()
@@ -197,9 +223,13 @@ def test_clients_are_logged_with_one_header(folder: RunFolder) -> None:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == CLIENT_COLUMNS
     assert [(row["round"], row["task"], row["client"]) for row in rows] == [
-        (number, task, str(k)) for number, task in (("1", "train"), ("2", "score"), ("2", "train")) for k in range(3)
+        (number, task, str(k))
+        for number, task in (("1", "train"), ("2", "score"), ("2", "train"))
+        for k in range(3)
     ]
-    assert rows[2]["status"] == "failed" and rows[2]["reason"] == "lost" and rows[1]["loss"] == "1.5"
+    assert (
+        rows[2]["status"] == "failed" and rows[2]["reason"] == "lost" and rows[1]["loss"] == "1.5"
+    )
     assert json.loads((folder.path / "detection.json").read_text()) == MEMO["detection"]
     assert [record["round"] for record in folder.rounds()] == [1, 2]
 
@@ -230,17 +260,23 @@ def test_a_damaged_line_is_one_clear_line(damage: bytes, folder: RunFolder) -> N
 def test_a_checkpoint_gives_back_state_and_memories_to_the_bit(folder: RunFolder) -> None:
     told, state = clients(), state_at(4)
     odd = torch.tensor([float("nan"), -0.0, 1e-45])
-    told[0].memory.update(labels=torch.tensor([1, 0, 1, 0]), odd=odd, scale=torch.tensor(0.1, dtype=torch.float64))
+    told[0].memory.update(
+        labels=torch.tensor([1, 0, 1, 0]), odd=odd, scale=torch.tensor(0.1, dtype=torch.float64)
+    )
     told[2].memory.update(
-        {"flags": torch.tensor([True, False]), "half": torch.ones(3, dtype=torch.bfloat16), "dotted.name": odd[:0]}
+        {
+            "flags": torch.tensor([True, False]),
+            "half": torch.ones(3, dtype=torch.bfloat16),
+            "dotted.name": odd[:0],
+        }
     )
     told[2].memory["shared"] = state.model.values  # the same storage twice
     told[2].memory["turned"] = torch.arange(6).view(2, 3).T
-    folder.save(state, told)
+    save_checkpoint(folder, state, told)
 
     fresh = clients()
     fresh[1].memory["stale"] = torch.ones(1)
-    found = RunFolder(folder.path).restore(fresh)
+    found = restore(RunFolder(folder.path), fresh)
     assert found is not None and same(found, state)
     assert fresh[1].memory == {}
     for k in (0, 2):
@@ -249,18 +285,23 @@ def test_a_checkpoint_gives_back_state_and_memories_to_the_bit(folder: RunFolder
             restored = fresh[k].memory[name]
             assert restored.dtype == value.dtype and restored.shape == value.shape
             assert (
-                restored.contiguous().flatten().view(torch.uint8).equal(value.contiguous().flatten().view(torch.uint8))
+                restored.contiguous()
+                .flatten()
+                .view(torch.uint8)
+                .equal(value.contiguous().flatten().view(torch.uint8))
             )
     assert fresh[0].labels.tolist() == [1, 0, 1, 0], "corrected labels are trained on again"
 
 
 def test_the_newest_checkpoints_are_kept(folder: RunFolder) -> None:
     for number in range(1, 13):
-        folder.save(state_at(number), {})
-    kept = [path.name for path in folder.checkpoints()]
-    assert kept == [f"round-{number:05d}.safetensors" for number in range(13 - KEPT_CHECKPOINTS, 13)]
+        save_checkpoint(folder, state_at(number), {})
+    kept = [path.name for path in checkpoints(folder)]
+    assert kept == [
+        f"round-{number:05d}.safetensors" for number in range(13 - KEPT_CHECKPOINTS, 13)
+    ]
     assert names(folder.path / "checkpoints") == kept
-    found = folder.restore({})
+    found = restore(folder, {})
     assert found is not None and found.round == 12
 
 
@@ -268,29 +309,31 @@ def test_a_snapshot_is_the_moment_it_was_taken(folder: RunFolder) -> None:
     told = clients()
     told[0].memory["labels"] = torch.tensor([1])
     folder.record(turn_at(1))
-    snapshot = folder.snapshot(state_at(1), told)
+    snapshot = take_snapshot(folder, state_at(1), told)
     sizes = [(folder.path / name).stat().st_size for name in ("rounds.jsonl", "clients.csv")]
 
     told[0].memory["labels"] = torch.tensor([0])
     told[1].memory["new"] = torch.tensor([0])
     with (folder.path / "rounds.jsonl").open("a") as file:
         file.write('{"round": 2, "ba')
-    folder.write(snapshot)
+    write_checkpoint(folder, snapshot)
 
     fresh = clients()
-    assert folder.restore(fresh) is not None
+    assert restore(folder, fresh) is not None
     assert fresh[0].memory["labels"].tolist() == [1] and not fresh[1].memory
-    assert [(folder.path / name).stat().st_size for name in ("rounds.jsonl", "clients.csv")] == sizes
+    assert [
+        (folder.path / name).stat().st_size for name in ("rounds.jsonl", "clients.csv")
+    ] == sizes
 
 
 def test_logs_longer_than_the_checkpoint_are_cut(folder: RunFolder) -> None:
     folder.record(turn_at(1))
-    folder.save(state_at(1), {})
+    save_checkpoint(folder, state_at(1), {})
     before = {name: (folder.path / name).read_bytes() for name in ("rounds.jsonl", "clients.csv")}
     folder.record(turn_at(2))
     with (folder.path / "rounds.jsonl").open("a") as file:
         file.write('{"round": 3, "stage": "warm')
-    folder.restore({})
+    restore(folder, {})
     assert {name: (folder.path / name).read_bytes() for name in before} == before
     folder.record(turn_at(2))
     assert [record["round"] for record in folder.rounds()] == [1, 2]
@@ -298,36 +341,45 @@ def test_logs_longer_than_the_checkpoint_are_cut(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize("name", ["rounds.jsonl", "clients.csv"])
 @pytest.mark.parametrize("missing", [False, True])
-def test_logs_shorter_than_the_checkpoint_are_refused_untouched(name: str, missing: bool, folder: RunFolder) -> None:
+def test_logs_shorter_than_the_checkpoint_are_refused_untouched(
+    name: str, missing: bool, folder: RunFolder
+) -> None:
     folder.record(turn_at(1))
-    folder.save(state_at(1), {})
+    save_checkpoint(folder, state_at(1), {})
     folder.record(turn_at(2))
-    folder.save(state_at(2), {})
-    log, newest = folder.path / name, folder.checkpoints()[-1]
+    save_checkpoint(folder, state_at(2), {})
+    log, newest = folder.path / name, checkpoints(folder)[-1]
     log.unlink() if missing else os.truncate(log, log.stat().st_size - 1)
     left = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
     with pytest.raises(UserError) as caught:
-        folder.restore({})
+        restore(folder, {})
     assert str(log) in str(caught.value) and str(newest) in str(caught.value)
-    assert {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()} == left
+    assert {
+        path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()
+    } == left
     if not missing:
         newest.unlink()  # the way out that the message names
-        found = folder.restore({})
+        found = restore(folder, {})
         assert found is not None and found.round == 1
 
 
 def test_without_a_checkpoint_the_logs_start_anew(folder: RunFolder) -> None:
     folder.record(turn_at(1))
-    assert folder.restore({}) is None
-    assert not (folder.path / "rounds.jsonl").exists() and not (folder.path / "clients.csv").exists()
+    assert restore(folder, {}) is None
+    assert (
+        not (folder.path / "rounds.jsonl").exists() and not (folder.path / "clients.csv").exists()
+    )
 
 
 def test_what_killed_writes_left_behind_is_swept_away(folder: RunFolder) -> None:
-    folder.save(state_at(1), {})
-    stale = [folder.path / "checkpoints" / ".round-00002.safetensors.123.tmp", folder.path / ".split.npz.9.tmp"]
+    save_checkpoint(folder, state_at(1), {})
+    stale = [
+        folder.path / "checkpoints" / ".round-00002.safetensors.123.tmp",
+        folder.path / ".split.npz.9.tmp",
+    ]
     for path in stale:
         path.write_bytes(b"half")
-    found = folder.restore({})
+    found = restore(folder, {})
     assert found is not None and found.round == 1 and not any(path.exists() for path in stale)
 
 
@@ -341,22 +393,22 @@ def corrupt(path: Path) -> str:
 
 
 def test_a_corrupt_checkpoint_is_named_and_deleting_it_is_the_way_out(folder: RunFolder) -> None:
-    folder.save(state_at(1), {})
-    folder.save(state_at(2), {})
-    first, newest = folder.checkpoints()
+    save_checkpoint(folder, state_at(1), {})
+    save_checkpoint(folder, state_at(2), {})
+    first, newest = checkpoints(folder)
     os.truncate(newest, 100)
     with pytest.raises(UserError, match=f"checkpoint {newest} is corrupt"):
-        folder.restore({})
+        restore(folder, {})
     newest.unlink()
-    found = folder.restore({})
+    found = restore(folder, {})
     assert found is not None and same(found, state_at(1))
     first.unlink()
-    assert folder.restore({}) is None
+    assert restore(folder, {}) is None
 
 
 def test_a_truncated_checkpoint_is_corrupt_wherever_it_ends(folder: RunFolder) -> None:
-    folder.save(state_at(1), {})
-    [path] = folder.checkpoints()
+    save_checkpoint(folder, state_at(1), {})
+    [path] = checkpoints(folder)
     whole = path.read_bytes()
     for size in [0, 1, 7, 8, 9, 100, len(whole) // 2, *range(len(whole) - 10, len(whole))]:
         path.write_bytes(whole[:size])
@@ -364,13 +416,17 @@ def test_a_truncated_checkpoint_is_corrupt_wherever_it_ends(folder: RunFolder) -
 
 
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_flipped_bit_is_noticed_wherever_it_matters(folder: RunFolder, where: float, bit: int) -> None:
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_flipped_bit_is_noticed_wherever_it_matters(
+    folder: RunFolder, where: float, bit: int
+) -> None:
     path = folder.path / "checkpoints" / "round-00001.safetensors"
     told = clients(1)
     told[0].memory["labels"] = torch.arange(4)
     (folder.path / "rounds.jsonl").write_text("x" * 40)
-    folder.save(state_at(1), told)
+    save_checkpoint(folder, state_at(1), told)
     expected, content = load_checkpoint(path), bytearray(path.read_bytes())
     content[int(where * len(content))] ^= 1 << bit
     path.write_bytes(content)
@@ -404,21 +460,25 @@ def test_files_of_another_kind_are_corrupt_checkpoints(folder: RunFolder) -> Non
 def test_a_checkpoint_of_another_version_is_corrupt_not_a_crash(folder: RunFolder) -> None:
     from safetensors import safe_open
 
-    from fednoro.runs import _checksum
+    from fednoro.experiment.checkpoint import _checksum
 
-    folder.save(state_at(1), {})
-    [path] = folder.checkpoints()
+    save_checkpoint(folder, state_at(1), {})
+    [path] = checkpoints(folder)
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()["state"])
         tensors = {name: file.get_tensor(name).clone() for name in ("values", "counters")}
     del facts["checksum"]
     facts["flavour"] = "new"
-    save_file(tensors, path, {"state": json.dumps({**facts, "checksum": _checksum(facts, tensors)})})
+    save_file(
+        tensors, path, {"state": json.dumps({**facts, "checksum": _checksum(facts, tensors)})}
+    )
     assert "flavour" in corrupt(path)
 
 
-def test_a_full_disk_leaves_the_former_checkpoint_whole(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.save(state_at(1), {})
+def test_a_full_disk_leaves_the_former_checkpoint_whole(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(folder, state_at(1), {})
     write = os.fsync
 
     def full(_: int) -> None:
@@ -426,10 +486,10 @@ def test_a_full_disk_leaves_the_former_checkpoint_whole(folder: RunFolder, monke
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=r"no space left while writing .*round-00002"):
-        folder.save(state_at(2), {})
+        save_checkpoint(folder, state_at(2), {})
     monkeypatch.setattr(os, "fsync", write)
-    assert [path.name for path in folder.checkpoints()] == ["round-00001.safetensors"]
-    found = folder.restore({})
+    assert [path.name for path in checkpoints(folder)] == ["round-00001.safetensors"]
+    found = restore(folder, {})
     assert found is not None and same(found, state_at(1))
 
 
@@ -437,9 +497,9 @@ def test_a_snapshot_on_disk_is_the_snapshot_in_memory(folder: RunFolder) -> None
     folder.record(turn_at(3))
     told = clients()
     told[1].memory["labels"] = torch.tensor([2, 2])
-    taken = folder.snapshot(state_at(3), told)
-    folder.write(taken)
-    read = load_checkpoint(folder.checkpoints()[0])
+    taken = take_snapshot(folder, state_at(3), told)
+    write_checkpoint(folder, taken)
+    read = load_checkpoint(checkpoints(folder)[0])
     assert isinstance(read, Snapshot) and same(read.state, taken.state) and read.logs == taken.logs
     assert read.logs["rounds.jsonl"] > 0 and read.memories[1]["labels"].tolist() == [2, 2]
 
@@ -456,6 +516,8 @@ def test_loading_and_resuming_say_what_is_missing(tmp_path: Path) -> None:
         load(tmp_path)
     for damage in ("", "{", "[]", "3", "{}", '{"best": 1}'):
         (tmp_path / "result.json").write_text(damage)
-        with pytest.raises(UserError, match=r"result\.json is damaged: delete it and resume the run"):
+        with pytest.raises(
+            UserError, match=r"result\.json is damaged: delete it and resume the run"
+        ):
             load(tmp_path)
     assert not (tmp_path / ".lock").exists(), "a folder that is no run is left as it was"

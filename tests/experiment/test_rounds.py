@@ -27,9 +27,9 @@ from fednoro.core.types import (
     UserError,
     Weights,
 )
+from fednoro.experiment.rounds import Evaluation, Exchange, Turn, draw, play
 from fednoro.methods import Method
 from fednoro.methods.method import advance
-from fednoro.rounds import Evaluation, Exchange, Turn, draw, play
 
 NOTHING = Evaluation(np.eye(2, dtype=np.int64), 0.5)
 VALUES = 6
@@ -44,7 +44,9 @@ def start(rounds: int = 3, seed: int = 0, round: int = 0) -> State:
 
 
 def answering(
-    send: Callable[[int, Task], Reply | Failure] = lambda k, task: Reply(k, k + 1, weights(k), {"loss": 0.25 * k}),
+    send: Callable[[int, Task], Reply | Failure] = lambda k, task: Reply(
+        k, k + 1, weights(k), {"loss": 0.25 * k}
+    ),
 ) -> Exchange:
     """An exchange in which client k answers with `send(k, task)`."""
 
@@ -55,7 +57,12 @@ def answering(
     return exchange
 
 
-def turns(exchange: Exchange, clients: Sequence[int] = range(4), method: Method | None = None, **options: Any) -> Any:
+def turns(
+    exchange: Exchange,
+    clients: Sequence[int] = range(4),
+    method: Method | None = None,
+    **options: Any,
+) -> Any:
     state = options.pop("state", start())
     return list(play(method or Method(), state, exchange, clients, lambda _: NOTHING, **options))
 
@@ -166,24 +173,56 @@ def test_infinities_that_cancel_are_still_noticed() -> None:
 
 def test_large_but_finite_weights_are_kept() -> None:
     largest = torch.finfo(torch.float32).max
-    turn = turns(answering(lambda k, task: Reply(k, 1, weights(largest))), range(3), state=start(1))[0]
+    turn = turns(
+        answering(lambda k, task: Reply(k, 1, weights(largest))), range(3), state=start(1)
+    )[0]
     assert {answer.status for answer in turn.answers} == {"ok"}
     assert turn.state.model.values.isfinite().all()
 
 
 MALFORMED = {
-    "a shorter model": (Reply(1, 1, Weights(torch.ones(VALUES - 1), torch.tensor([3]))), "a model of 5 values"),
-    "a model in double precision": (Reply(1, 1, Weights(torch.ones(VALUES).double(), torch.tensor([3]))), "float64"),
-    "a model of several rows": (Reply(1, 1, Weights(torch.ones(VALUES, 2), torch.tensor([3]))), "a model of 6 values"),
-    "other counters": (Reply(1, 1, Weights(torch.ones(VALUES), torch.tensor([3, 4]))), "other counters"),
-    "negative counters": (Reply(1, 1, Weights(torch.ones(VALUES), torch.tensor([-1]))), "other counters"),
+    "a shorter model": (
+        Reply(1, 1, Weights(torch.ones(VALUES - 1), torch.tensor([3]))),
+        "a model of 5 values",
+    ),
+    "a model in double precision": (
+        Reply(1, 1, Weights(torch.ones(VALUES).double(), torch.tensor([3]))),
+        "float64",
+    ),
+    "a model of several rows": (
+        Reply(1, 1, Weights(torch.ones(VALUES, 2), torch.tensor([3]))),
+        "a model of 6 values",
+    ),
+    "other counters": (
+        Reply(1, 1, Weights(torch.ones(VALUES), torch.tensor([3, 4]))),
+        "other counters",
+    ),
+    "negative counters": (
+        Reply(1, 1, Weights(torch.ones(VALUES), torch.tensor([-1]))),
+        "other counters",
+    ),
     "no images": (Reply(1, 0, weights(1.0)), "says that it has 0 images"),
     "fewer images than none": (Reply(1, -5, weights(1.0)), "says that it has -5 images"),
-    "a stale round": (Reply(1, 1, weights(1.0), answers=("train", 7)), "train of round 8, asked was train of round 1"),
-    "another task": (Reply(1, 1, weights(1.0), answers=("score", 0)), "score of round 1, asked was train of round 1"),
-    "arrays of other classes": (Reply(1, 1, weights(1.0), arrays={"means": np.zeros(3)}), "means of shape (3,)"),
-    "a number for an array": (Reply(1, 1, weights(1.0), arrays={"means": np.array(0.0)}), "means of shape ()"),
-    "wider arrays": (Reply(1, 1, weights(1.0), arrays={"means": np.zeros((2, 5))}), "expected was (2, 4)"),
+    "a stale round": (
+        Reply(1, 1, weights(1.0), answers=("train", 7)),
+        "train of round 8, asked was train of round 1",
+    ),
+    "another task": (
+        Reply(1, 1, weights(1.0), answers=("score", 0)),
+        "score of round 1, asked was train of round 1",
+    ),
+    "arrays of other classes": (
+        Reply(1, 1, weights(1.0), arrays={"means": np.zeros(3)}),
+        "means of shape (3,)",
+    ),
+    "a number for an array": (
+        Reply(1, 1, weights(1.0), arrays={"means": np.array(0.0)}),
+        "means of shape ()",
+    ),
+    "wider arrays": (
+        Reply(1, 1, weights(1.0), arrays={"means": np.zeros((2, 5))}),
+        "expected was (2, 4)",
+    ),
     "sums that nobody asked for": (
         Reply(1, 1, weights(1.0), arrays={"products": np.zeros((5, 5))}),
         "products of shape (5, 5)",
@@ -195,8 +234,16 @@ MALFORMED = {
 @pytest.mark.parametrize(("sent", "reason"), MALFORMED.values(), ids=MALFORMED.keys())
 def test_malformed_reply_is_left_out_and_says_why(sent: Reply, reason: str) -> None:
     def send(k: int, task: Task) -> Reply:
-        means = np.zeros((2, 4)) if "means" in sent.arrays and reason.endswith("(2, 4)") else np.zeros(2)
-        return sent if k == 1 else Reply(k, 1, weights(float(k)), arrays={"means": means}, answers=("train", 0))
+        means = (
+            np.zeros((2, 4))
+            if "means" in sent.arrays and reason.endswith("(2, 4)")
+            else np.zeros(2)
+        )
+        return (
+            sent
+            if k == 1
+            else Reply(k, 1, weights(float(k)), arrays={"means": means}, answers=("train", 0))
+        )
 
     turn = turns(answering(send), range(3), state=start(1))[0]
     (left_out,) = [answer for answer in turn.answers if answer.status == "failed"]
@@ -229,12 +276,20 @@ def test_clients_may_join_between_exchanges() -> None:
 
 def test_one_raising_client_is_left_out_with_its_reason() -> None:
     def send(k: int, task: Task) -> Reply | Failure:
-        return Failure(k, "OSError: no disk", OSError("no disk")) if k == 1 else Reply(k, 1, weights(float(k)))
+        return (
+            Failure(k, "OSError: no disk", OSError("no disk"))
+            if k == 1
+            else Reply(k, 1, weights(float(k)))
+        )
 
     played = turns(answering(send), range(3))
     assert [turn.state.round for turn in played] == [1, 2, 3]
     for turn in played:
-        assert [(a.client, a.status, a.reason) for a in turn.answers][1] == (1, "failed", "OSError: no disk")
+        assert [(a.client, a.status, a.reason) for a in turn.answers][1] == (
+            1,
+            "failed",
+            "OSError: no disk",
+        )
         assert turn.warnings == ("client 1 is left out: OSError: no disk",)
         assert torch.equal(turn.state.model.values, torch.ones(VALUES))
 
@@ -265,7 +320,9 @@ def test_users_mistake_that_all_clients_meet_stays_a_users_mistake() -> None:
 @pytest.mark.parametrize(
     "options", [{"failures": 0.4}, {"participation": 0.25}, {"failures": 0.3, "participation": 0.5}]
 )
-def test_error_at_all_clients_is_raised_though_not_all_are_asked_at_once(options: dict[str, float]) -> None:
+def test_error_at_all_clients_is_raised_though_not_all_are_asked_at_once(
+    options: dict[str, float],
+) -> None:
     with pytest.raises(BrokenError):
         turns(answering(broken), range(4), state=start(60), **options)
 

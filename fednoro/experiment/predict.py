@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fednoro.conduct import Run
 from fednoro.core.files import write_whole
 from fednoro.core.types import FloatArray, UserError
 from fednoro.data.cache.archive import LIMIT
-from fednoro.trained import Trained, open_trained
+from fednoro.experiment.drive import Run
+from fednoro.experiment.trained_model import Trained, open_trained
 
-ENDINGS = {"", ".jpg", ".jpeg", ".png", ".dcm", ".dicom"}  # in folders; archives of hospitals name DICOM without one
+# in folders; archives of hospitals name DICOM without one
+ENDINGS = {"", ".jpg", ".jpeg", ".png", ".dcm", ".dicom"}
 BATCH = 64
 
 Progress = Callable[[str, int, int], None]
@@ -58,9 +59,14 @@ class Predictions:
 
 
 def predict(
-    run: Run | str | Path, images: Iterable[str | Path], batch: int = BATCH, progress: Progress | None = None
+    run: Run | str | Path,
+    images: Iterable[str | Path],
+    batch: int = BATCH,
+    progress: Progress | None = None,
 ) -> Predictions:
-    """Class probabilities for files, folders and patterns such as `scans/*.png`; unreadable files have a reason."""
+    """Class probabilities for files, folders and patterns such as `scans/*.png`;
+    unreadable files have a reason.
+    """
     if batch < 1:
         raise UserError(f"batch must be >= 1, got {batch}")
     model = open_trained(run)
@@ -118,7 +124,9 @@ def _attempt(model: Trained, item: tuple[str, str]) -> NDArray[np.uint8] | str:
         return " ".join(str(error).split()) or type(error).__name__
 
 
-def _judged(model: Trained, paths: Sequence[str], decoded: Sequence[NDArray[np.uint8] | str]) -> list[Prediction]:
+def _judged(
+    model: Trained, paths: Sequence[str], decoded: Sequence[NDArray[np.uint8] | str]
+) -> list[Prediction]:
     pixels = [image for image in decoded if not isinstance(image, str)]
     told = iter(model.logits(np.stack(pixels)).double().softmax(1).numpy() if pixels else ())
     return [
@@ -140,10 +148,16 @@ def write(found: Predictions, path: Path) -> None:
 def _csv(found: Predictions) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(["path", "predicted", "probability", *(f"p({name})" for name in found.classes), "error"])
+    table.writerow(
+        ["path", "predicted", "probability", *(f"p({name})" for name in found.classes), "error"]
+    )
     for row in found.rows:
         best = [(name, f"{value:.6g}") for name, value in found.top(row, 1)] or [("", "")]
-        shares = [""] * len(found.classes) if row.probabilities is None else [f"{p:.6g}" for p in row.probabilities]
+        shares = (
+            [""] * len(found.classes)
+            if row.probabilities is None
+            else [f"{p:.6g}" for p in row.probabilities]
+        )
         table.writerow([row.path, *best[0], *shares, row.error])
     return text.getvalue()
 
@@ -155,5 +169,9 @@ def _json(found: Predictions) -> str:
             rows.append({"path": row.path, "error": row.error})
             continue
         shares = {name: float(p) for name, p in zip(found.classes, row.probabilities, strict=True)}
-        rows.append({"path": row.path, "predicted": found.top(row, 1)[0][0], "probabilities": shares})
-    return json.dumps({"classes": found.classes, "images": rows}, indent=1, ensure_ascii=False) + "\n"
+        rows.append(
+            {"path": row.path, "predicted": found.top(row, 1)[0][0], "probabilities": shares}
+        )
+    return (
+        json.dumps({"classes": found.classes, "images": rows}, indent=1, ensure_ascii=False) + "\n"
+    )

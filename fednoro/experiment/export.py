@@ -1,4 +1,6 @@
-"""A run's model as one file for other programs, checked against the network before it is put in place."""
+"""A run's model as one file for other programs, checked against the
+network before it is put in place.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fednoro.conduct import Run
 from fednoro.core.files import write_whole
 from fednoro.core.seeds import generator
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.federation import Federation, fingerprint
-from fednoro.trained import Trained, open_trained, untrained
+from fednoro.experiment.drive import Run
+from fednoro.experiment.trained_model import Trained, open_trained, untrained
 
 IMAGES = 64  # that a model is compared on
-TOLERANCE = 1e-4  # |a − b| ≤ TOLERANCE · (1 + |b|) for every logit: another program adds in another order
+# |a − b| ≤ TOLERANCE · (1 + |b|) for every logit: another program adds in another order
+TOLERANCE = 1e-4
 
 Forward = Callable[[NDArray[np.uint8]], Tensor]
 
@@ -40,7 +43,8 @@ class Exported:
 
 
 def export(run: Run | str | Path, path: str | Path, kind: str) -> Exported:
-    """Writes a run's model as "onnx" or "safetensors"; a file that gives other outputs is not written.
+    """Writes a run's model as "onnx" or "safetensors"; a file that gives
+    other outputs is not written.
 
     The file's metadata has one entry, `fednoro`: JSON with the class names and the preprocessing.
     """
@@ -65,14 +69,20 @@ def _onnx(model: Trained) -> tuple[bytes, Forward]:
     example = torch.zeros(2, model.inputs, height, width)
     raw: Any = io.BytesIO()  # it takes a file too, whatever its annotation says
     batch = {0: "batch"}
-    # The exporter that needs no further package warns that there is a newer one, and the tracer of every
-    # comparison of sizes; the comparison of outputs below is what tells whether all went well.
+    # The exporter that needs no further package warns that there is a newer one, and
+    # the tracer of every comparison of sizes; the comparison of outputs below is what
+    # tells whether all went well.
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            model.net, (example,), raw, dynamo=False, input_names=["images"], output_names=["logits"],
+            model.net,
+            (example,),
+            raw,
+            dynamo=False,
+            input_names=["images"],
+            output_names=["logits"],
             dynamic_axes={"images": batch, "logits": batch},
-        )  # fmt: skip
+        )
     proto = onnx.load_from_string(raw.getvalue())
     for key, value in model.metadata.items():
         proto.metadata_props.add(key=key, value=value)
@@ -113,25 +123,34 @@ def _to_compare(model: Trained) -> tuple[NDArray[np.uint8], bool]:
             raise UserError("the data has changed since")
         return np.asarray(dataset.images[federation.test[:IMAGES]]), True
     except (OSError, UserError) as error:
-        message = f"the run's test images are not at hand ({error}): the export is compared on made-up images"
+        message = (
+            f"the run's test images are not at hand ({error}): the "
+            "export is compared on made-up images"
+        )
         warnings.warn(message, FedNoRoWarning, stacklevel=3)
         noise = generator(0, "export").integers(0, 256, (IMAGES, *model.image))
         return noise.astype(np.uint8), False
 
 
-def _compared(model: Trained, forward: Forward, images: NDArray[np.uint8], exact: bool) -> tuple[float, float]:
+def _compared(
+    model: Trained, forward: Forward, images: NDArray[np.uint8], exact: bool
+) -> tuple[float, float]:
     """The largest difference of a logit, over all images at once and over the first alone."""
     worst = 0.0
     for part in (images, images[:1]):
         wanted, found = model.logits(part).double(), forward(part).double()
         if found.shape != wanted.shape:
-            raise UserError(f"the exported model gives {tuple(found.shape)} numbers, the network {tuple(wanted.shape)}")
+            raise UserError(
+                f"the exported model gives {tuple(found.shape)} numbers, "
+                f"the network {tuple(wanted.shape)}"
+            )
         bound = torch.zeros_like(wanted) if exact else TOLERANCE * (1 + wanted.abs())
         difference = (found - wanted).abs()
         if not bool((difference <= bound).all()):
             raise UserError(
-                f"the exported model's outputs differ by up to {float(difference.max()):.3g}, more than rounding "
-                "explains: nothing was written. Does the network branch on the values of its input?"
+                "the exported model's outputs differ by up to "
+                f"{float(difference.max()):.3g}, more than rounding explains: nothing was "
+                "written. Does the network branch on the values of its input?"
             )
         worst = max(worst, float(difference.max()))
     same = forward(images).argmax(1) == model.logits(images).argmax(1)

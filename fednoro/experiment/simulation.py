@@ -16,9 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fednoro.begun import keep_or_compare
-from fednoro.conduct import Run, Setting, Watcher, drive, finish, held, load, warnings_to
-from fednoro.config import Config, anchored, dump, resolve, section_name
 from fednoro.core.aggregate import average
 from fednoro.core.files import disk_errors, write_json, write_whole
 from fednoro.core.metrics import confusion
@@ -42,26 +39,34 @@ from fednoro.engine.choose import Hardware, choose_device
 from fednoro.engine.eager import EagerEngine
 from fednoro.engine.streams import release_memory
 from fednoro.engine.threads import worthwhile_threads
+from fednoro.experiment.checkpoint import environment, keep_or_compare, restore, to_device
+from fednoro.experiment.config.configuration import Config, anchored, dump, resolve, section_name
+from fednoro.experiment.drive import Run, Setting, Watcher, drive, finish, held, load, warnings_to
+from fednoro.experiment.rounds import Evaluation
+from fednoro.experiment.run_folder.run_files import RunFolder
+from fednoro.experiment.watch.trackers import tracked
 from fednoro.methods import Method
 from fednoro.models import Packed, initialise
-from fednoro.report import write_report
-from fednoro.rounds import Evaluation
-from fednoro.runs import RunFolder, environment, to_device
-from fednoro.track import tracked
-
-__all__ = ["Lab", "Run", "Watcher", "laboratory", "load", "resume", "run"]
 
 ANNOTATORS = 16  # networks that are held at once
 
+# Writes the page about a run into its folder; the second argument is told what went wrong.
+WritePage = Callable[[Path, Callable[[str], None]], None]
+
 
 def run(
-    config: Config | str | Path | Mapping[str, Any] = "digits", *overrides: str, watcher: Watcher | None = None
+    config: Config | str | Path | Mapping[str, Any] = "digits",
+    *overrides: str,
+    watcher: Watcher | None = None,
+    write_page: WritePage | None = None,
 ) -> Run:
-    """Runs one experiment from the start: `fednoro.run("digits", "method=fedla", "seed=3")`."""
+    """Runs one experiment from the start, see `fednoro.run`; `write_page` is called at its end."""
     if not isinstance(config, Config):
         config = resolve(config, overrides)
     elif overrides:
-        raise UserError("overrides go with a preset, a file or a mapping, not with a finished Config")
+        raise UserError(
+            "overrides go with a preset, a file or a mapping, not with a finished Config"
+        )
     hardware, watcher = hardware_for(config), tracked(config, watcher or Watcher())
     folder = RunFolder(free_folder(config))
     folder.create()
@@ -69,15 +74,18 @@ def run(
         with held(folder, watcher):
             write_whole(folder.path / "config.yaml", dump(anchored(config)).encode())
             keep_or_compare(folder.path, anchored(config))
-            return _carry_on(folder, config, hardware, watcher)
+            return _carry_on(folder, config, hardware, watcher, write_page)
     except Exception:
         if not (folder.path / "split.npz").exists():
-            shutil.rmtree(folder.path, ignore_errors=True)  # nothing was begun that could be resumed
+            # nothing was begun that could be resumed
+            shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
 
-def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
-    """Carries an unfinished run on from its last checkpoint, to the same bits as if it had never stopped."""
+def resume(
+    path: str | Path, watcher: Watcher | None = None, write_page: WritePage | None = None
+) -> Run:
+    """Carries an unfinished run on from its last checkpoint, see `fednoro.resume`."""
     folder = RunFolder(Path(path).expanduser())
     if not folder.path.exists():
         raise UserError(f"{folder.path} does not exist")
@@ -85,7 +93,8 @@ def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
         raise UserError(f"{folder.path} is not a run folder: it has no config.yaml")
     if (folder.path / "flower.json").exists() and not folder.finished:
         raise UserError(
-            f"{folder.path} was run on Flower: carry it on with `fednoro flower run --resume {folder.path}`"
+            f"{folder.path} was run on Flower: carry it on with `fednoro "
+            f"flower run --resume {folder.path}`"
         )
     config = resolve(folder.path / "config.yaml")
     hardware, watcher = hardware_for(config), tracked(config, watcher or Watcher())
@@ -93,12 +102,14 @@ def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
         if folder.finished:
             return load(folder.path)
         keep_or_compare(folder.path, config)
-        return _carry_on(folder, config, hardware, watcher)
+        return _carry_on(folder, config, hardware, watcher, write_page)
 
 
 def hardware_for(config: Config) -> Hardware:
     """What the configuration asks for."""
-    return Hardware(choose_device(config.device), config.engine, config.precision, config.compile, config.stack)
+    return Hardware(
+        choose_device(config.device), config.engine, config.precision, config.compile, config.stack
+    )
 
 
 def free_folder(config: Config) -> Path:
@@ -116,20 +127,33 @@ def free_folder(config: Config) -> Path:
     return path
 
 
-def _carry_on(folder: RunFolder, config: Config, hardware: Hardware, watcher: Watcher) -> Run:
+def _carry_on(
+    folder: RunFolder,
+    config: Config,
+    hardware: Hardware,
+    watcher: Watcher,
+    write_page: WritePage | None,
+) -> Run:
     threading.Thread(target=hardware.warm_up, name="fednoro warm-up").start()
     with laboratory(config, watcher, hardware) as lab:
         if not (folder.path / "environment.json").exists():
             write_json(folder.path / "environment.json", environment(hardware.device))
-        return _train(folder, lab, Packed(lab.initial).weights(), watcher)
+        result = _train(folder, lab, Packed(lab.initial).weights(), watcher)
+    if write_page is not None:
+        write_page(folder.path, watcher.warned)
+    watcher.finished(result)
+    return result
 
 
 @contextmanager
 def laboratory(config: Config, watcher: Watcher, hardware: Hardware | None = None) -> Iterator[Lab]:
-    """The data and an engine for it, for work that is no run: making a federation, scoring its clients."""
+    """The data and an engine for it, for work that is no run: making a
+    federation, scoring its clients.
+    """
     hardware = hardware or hardware_for(config)
     if hardware.device.type == "cpu":
-        hardware = replace(hardware, lanes=torch.get_num_threads())  # before a small network is given one
+        # before a small network is given one
+        hardware = replace(hardware, lanes=torch.get_num_threads())
     with warnings_to(watcher):
         dataset = config.data.load(config.seed, watcher.progress)
         lab = Lab(config, dataset, hardware, watcher)
@@ -146,7 +170,7 @@ def _train(folder: RunFolder, lab: Lab, start: Weights, watcher: Watcher) -> Run
         clients = {client.id: client for client in federation.clients()}
         engine = lab.engine
         engine.serve(clients.values())
-        state = folder.restore(clients)
+        state = restore(folder, clients)
         if state is None:
             start = lab.calibrated(start)
             state = State(start, 0, config.train.rounds, len(dataset.classes), config.seed)
@@ -154,19 +178,20 @@ def _train(folder: RunFolder, lab: Lab, start: Weights, watcher: Watcher) -> Run
 
     evaluate = tester(engine, dataset, federation.test, federation.validation)
     watcher.started(config, folder.path, federation, state, engine.describe())
-    state = drive(folder, config, state, engine.exchange, sorted(clients), evaluate, watcher, clients)
+    state = drive(
+        folder, config, state, engine.exchange, sorted(clients), evaluate, watcher, clients
+    )
     image = tuple(dataset.images.shape[1:])
     setting = Setting(federation.classes, len(clients), federation.noisy, federation.leakage, image)
-    result = finish(folder, config, setting, state, engine.net)
-    write_report(folder.path, watcher.warned)
-    watcher.finished(result)
-    return result
+    return finish(folder, config, setting, state, engine.net)
 
 
 def tester(
     engine: EagerEngine, dataset: Dataset, test: IntArray, validation: IntArray
 ) -> Callable[[Weights], Evaluation]:
-    """Evaluates models on the test part and, where there is one, the validation part of `dataset`."""
+    """Evaluates models on the test part and, where there is one, the
+    validation part of `dataset`.
+    """
 
     def measure(weights: Weights, part: IntArray) -> Evaluation:
         truth = torch.from_numpy(dataset.labels[part])
@@ -186,7 +211,9 @@ def tester(
 class Lab:
     """What training needs before there are clients: the network, the data and the hardware."""
 
-    def __init__(self, config: Config, dataset: Dataset, hardware: Hardware, watcher: Watcher) -> None:
+    def __init__(
+        self, config: Config, dataset: Dataset, hardware: Hardware, watcher: Watcher
+    ) -> None:
         self.config, self.dataset, self.hardware, self.watcher = config, dataset, hardware, watcher
         self.inputs = config.model.inputs(dataset.images.shape[3])
 
@@ -207,11 +234,19 @@ class Lab:
         return hardware.engine(self.network, self.dataset, self.inputs, config.train, config.seed)
 
     def calibrated(self, start: Weights) -> Weights:
-        """What training starts from: `start`, with the BatchNorm statistics of the engine's clients where asked."""
-        return _recalibrated(start, self.engine, self.watcher) if self.config.model.recalibrate else start
+        """What training starts from: `start`, with the BatchNorm statistics of the
+        engine's clients where asked.
+        """
+        return (
+            _recalibrated(start, self.engine, self.watcher)
+            if self.config.model.recalibrate
+            else start
+        )
 
     def federate(self, folder: Path) -> Federation:
-        """Makes the federation that the configuration describes: split.npz and split.csv in `folder`."""
+        """Makes the federation that the configuration describes:
+        split.npz and split.csv in `folder`.
+        """
         config = self.config
         parts = (self.dataset, config.split, config.partition, config.noise)
         federation = assemble(*parts, config.seed, self.annotate, config.method.check_clients)
@@ -220,18 +255,25 @@ class Lab:
         return federation
 
     def annotate(self, parts: Mapping[int, IntArray]) -> dict[int, FloatArray]:
-        """Algorithm 1, lines 3 to 5: for each client a network of its own, trained on its clean labels."""
+        """Algorithm 1, lines 3 to 5: for each client a network of its own,
+        trained on its clean labels.
+        """
         opinions: dict[int, FloatArray] = {}
         if not parts:
             return opinions
         # The labels must not depend on how the training computes.
         exact = self.hardware.precision == "fp32"
         engine = self.engine if exact else self._engine_on(replace(self.hardware, precision="fp32"))
-        engine.serve(Client(k, f"annotator {k}", index, self.dataset.labels[index]) for k, index in parts.items())
+        engine.serve(
+            Client(k, f"annotator {k}", index, self.dataset.labels[index])
+            for k, index in parts.items()
+        )
         todo = sorted(parts)
         for start in range(0, len(todo), ANNOTATORS):
             tasks = {
-                k: Task("annotate", 0, Packed(self.network("annotator", k), engine.device).weights())
+                k: Task(
+                    "annotate", 0, Packed(self.network("annotator", k), engine.device).weights()
+                )
                 for k in todo[start : start + ANNOTATORS]
             }
             self.watcher.progress("training annotators for the noisy clients", start, len(todo))
@@ -239,7 +281,9 @@ class Lab:
                 if isinstance(item, Failure):
                     raise item.error or RuntimeError(item.reason)
                 opinions[item.client] = torch.as_tensor(item.metrics["p"]).cpu().numpy()
-                self.watcher.progress("training annotators for the noisy clients", len(opinions), len(todo))
+                self.watcher.progress(
+                    "training annotators for the noisy clients", len(opinions), len(todo)
+                )
         if not exact:
             del engine, tasks
             release_memory()
@@ -254,12 +298,17 @@ class _Annotator(Method):
 
     def work(self, task: Task, site: Site) -> Reply:
         weights, _ = site.train(task, self.loss, {}, epochs=self.epochs)
-        return Reply(site.client, site.size, metrics={"p": site.logits(task, weights).double().softmax(1)})
+        return Reply(
+            site.client, site.size, metrics={"p": site.logits(task, weights).double().softmax(1)}
+        )
 
 
 def _recalibrated(start: Weights, engine: EagerEngine, watcher: Watcher) -> Weights:
-    """`start` with BatchNorm statistics from the clients' own images, averaged by size as in every round."""
-    able = [client for client in engine.clients.values() if len(client.index) > 1]  # one image has no variance
+    """`start` with BatchNorm statistics from the clients' own images,
+    averaged by size as in every round.
+    """
+    # one image has no variance
+    able = [client for client in engine.clients.values() if len(client.index) > 1]
     if not engine.net.norms or not able:
         why = "no client has two images" if engine.net.norms else "the network has no BatchNorm"
         warnings.warn(f"model.recalibrate changes nothing: {why}", FedNoRoWarning, stacklevel=2)

@@ -1,6 +1,7 @@
 """A run from its first round to its last: played, recorded, saved, summed up.
 
-Whoever has clients and a way to ask them (`experiment` in this process, `flower` at real sites) drives them here.
+Whoever has clients and a way to ask them (`experiment` in this process, `flower` at
+real sites) drives them here.
 """
 
 from __future__ import annotations
@@ -14,26 +15,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fednoro.config import Config, resolve, section_name
 from fednoro.core.files import write_json, write_whole
 from fednoro.core.metrics import best_last, detection
 from fednoro.core.types import BoolArray, FedNoRoWarning, State, UserError, Weights
 from fednoro.data.client import Client
 from fednoro.data.federation import Federation
 from fednoro.detection.verdicts import verdicts
+from fednoro.experiment.checkpoint import Saver, take_snapshot
+from fednoro.experiment.config.configuration import Config, resolve, section_name
+from fednoro.experiment.rounds import Evaluation, Exchange, Turn, play
+from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.models import Packed
-from fednoro.rounds import Evaluation, Exchange, Turn, play
-from fednoro.runs import RunFolder, Saver
 
 
 class Watcher:
     """Told what happens during a run; this one passes warnings on and keeps quiet otherwise."""
 
-    def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
+    def started(
+        self, config: Config, folder: Path, federation: Federation, state: State, engine: str
+    ) -> None:
         """The federation stands and training begins, or goes on from `state`."""
 
     def joined(
-        self, config: Config, folder: Path, classes: tuple[str, ...], sites: Sequence[str], state: State
+        self,
+        config: Config,
+        folder: Path,
+        classes: tuple[str, ...],
+        sites: Sequence[str],
+        state: State,
     ) -> None:
         """The same with sites that keep their data to themselves; more `sites` may come later."""
 
@@ -63,13 +72,17 @@ class Run:
     best: float
     last: float
     final: float
-    detection: dict[str, Any] | None  # verdicts per client; recall, precision and exact match where the truth is known
+    # verdicts per client; recall, precision and exact match where the truth is known
+    detection: dict[str, Any] | None
     bacc: tuple[float, ...]  # per round
     seconds: float
-    best_by_validation: float | None = None  # of the round that is best on the validation part, where there is one
+    # of the round that is best on the validation part, where there is one
+    best_by_validation: float | None = None
 
     def __repr__(self) -> str:
-        figures = ", ".join(f"{name}={getattr(self, name):.4f}" for name in ("best", "last", "final"))
+        figures = ", ".join(
+            f"{name}={getattr(self, name):.4f}" for name in ("best", "last", "final")
+        )
         flagged = "" if self.detection is None else f", flagged={self.detection['flagged']}"
         return f"Run({str(self.folder)!r}, {figures}{flagged})"
 
@@ -88,14 +101,18 @@ def load(path: str | Path) -> Run:
     except OSError as error:
         raise UserError(f"{folder} holds no finished run: result.json: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / 'result.json'} is damaged: delete it and resume the run ({error})") from error
+        raise UserError(
+            f"{folder / 'result.json'} is damaged: delete it and resume the run ({error})"
+        ) from error
     facts["best_by_validation"] = result.get("best_by_validation")
     return Run(folder, resolve(folder / "config.yaml"), bacc=bacc, **facts)
 
 
 @contextmanager
 def held(folder: RunFolder, watcher: Watcher) -> Iterator[None]:
-    """Keeps other processes out of the folder, and says how to go on where the user stops the run."""
+    """Keeps other processes out of the folder, and says how to go on
+    where the user stops the run.
+    """
     folder.lock()
     try:
         yield
@@ -114,7 +131,8 @@ class Setting:
     clients: int
     noisy: BoolArray | None = None  # K; None where the truth is not known
     leakage: Mapping[str, Any] = field(default_factory=dict)
-    image: tuple[int, ...] | None = None  # H, W, C of what the model was trained on, where this process has seen it
+    # H, W, C of what the model was trained on, where this process has seen it
+    image: tuple[int, ...] | None = None
 
 
 def drive(
@@ -140,29 +158,44 @@ def drive(
         memories: clients whose memory this process keeps, and so has to save.
     """
     options = config.train
-    unsaved, reached, saver = 0, folder.snapshot(state, memories), Saver(folder)
+    unsaved, reached, saver = 0, take_snapshot(folder, state, memories), Saver(folder)
     try:
-        for turn in play(config.method, state, exchange, clients, evaluate, options.participation, options.failures):
+        for turn in play(
+            config.method,
+            state,
+            exchange,
+            clients,
+            evaluate,
+            options.participation,
+            options.failures,
+        ):
             folder.record(turn)
             state = turn.state
-            reached = folder.snapshot(state, memories)
+            reached = take_snapshot(folder, state, memories)
             watcher.turned(turn)
             for message in turn.warnings:
                 watcher.warned(message)
             unsaved += 1  # exchanges: a method may have many before its first round ends
-            if unsaved >= config.checkpoint_every or turn.task == "score" or state.round == state.rounds:
+            if (
+                unsaved >= config.checkpoint_every
+                or turn.task == "score"
+                or state.round == state.rounds
+            ):
                 saver.write(reached)
                 unsaved = 0
         saver.wait()
     except KeyboardInterrupt:
-        saver.write(reached)  # not what the logs and the clients' memories are now: that may be half a round
+        # not what the logs and the clients' memories are now: that may be half a round
+        saver.write(reached)
         saver.wait()
         raise
     return state
 
 
 def verdict_of(state: State, clients: int, truth: BoolArray | None) -> dict[str, Any] | None:
-    """What was found about the clients, and how right that is where the truth is known; None without a verdict."""
+    """What was found about the clients, and how right that is where the truth is
+    known; None without a verdict.
+    """
     judged = state.memo.get("detection")
     if judged is None:
         return None
@@ -176,7 +209,9 @@ def verdict_of(state: State, clients: int, truth: BoolArray | None) -> dict[str,
     return verdict
 
 
-def finish(folder: RunFolder, config: Config, setting: Setting, state: State, packed: Packed) -> Run:
+def finish(
+    folder: RunFolder, config: Config, setting: Setting, state: State, packed: Packed
+) -> Run:
     """Writes what the run came to: detection.json, model.safetensors, result.json."""
     from safetensors.torch import save
 
@@ -186,8 +221,11 @@ def finish(folder: RunFolder, config: Config, setting: Setting, state: State, pa
     verdict = verdict_of(state, setting.clients, setting.noisy)
     if verdict is not None:
         write_json(folder.path / "detection.json", verdict)
-    # One entry: safetensors writes several in any order, and equal runs would end in different files.
-    metadata = {"fednoro": json.dumps({"model": section_name(config, "model"), "classes": setting.classes})}
+    # One entry: safetensors writes several in any order, and equal runs
+    # would end in different files.
+    metadata = {
+        "fednoro": json.dumps({"model": section_name(config, "model"), "classes": setting.classes})
+    }
     write_whole(folder.path / "model.safetensors", save(packed.state_dict(state.model), metadata))
     result = {
         "best": best,
@@ -204,7 +242,10 @@ def finish(folder: RunFolder, config: Config, setting: Setting, state: State, pa
         result["image"] = setting.image
     if all("validation_bacc" in record for record in records):
         chosen = max(records, key=lambda record: record["validation_bacc"])  # the first of equals
-        result |= {"best_by_validation": chosen["bacc"], "best_round_by_validation": chosen["round"]}
+        result |= {
+            "best_by_validation": chosen["bacc"],
+            "best_round_by_validation": chosen["round"],
+        }
     write_json(folder.path / "result.json", result)
     return load(folder.path)
 
@@ -218,4 +259,6 @@ def warnings_to(watcher: Watcher) -> Iterator[None]:
         if issubclass(warning.category, FedNoRoWarning):
             watcher.warned(str(warning.message))
         else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )

@@ -88,7 +88,9 @@ def play(
     participation: float = 1.0,
     failures: float = 0.0,
 ) -> Iterator[Turn]:
-    """Plays the remaining rounds from `state`; `clients` may be asked for before every exchange, as some join late."""
+    """Plays the remaining rounds from `state`; `clients` may be asked for before every
+    exchange, as some join late.
+    """
     raised: dict[int, Exception] = {}  # since anybody last answered
     while state.round < state.rounds:
         known = tuple(clients() if callable(clients) else clients)
@@ -97,10 +99,16 @@ def play(
             warnings.simplefilter("always")
             tasks = method.plan(state, Clients(known, draw(known, participation, state)))
             if not tasks:
-                raise RuntimeError(f"{type(method).__name__}.plan asked nobody in round {state.round + 1}")
+                raise RuntimeError(
+                    f"{type(method).__name__}.plan asked nobody in round {state.round + 1}"
+                )
             name = next(iter(tasks.values())).name
-            present = {k: task for k, task in tasks.items() if not _drops_out(state, name, k, failures)}
-            ledger = [Answer(k, "dropped", reason="simulated failure") for k in tasks if k not in present]
+            present = {
+                k: task for k, task in tasks.items() if not _drops_out(state, name, k, failures)
+            }
+            ledger = [
+                Answer(k, "dropped", reason="simulated failure") for k in tasks if k not in present
+            ]
             stream = _screened(exchange(method, present), Screen(present, state.classes), ledger)
             after = method.fold(state, Replies(name, tuple(tasks), stream))
             for _ in stream:
@@ -110,7 +118,8 @@ def play(
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
         raised = {} if any(answer.status == "ok" for answer in ledger) else raised | _errors(ledger)
         if raised.keys() >= set(known):
-            # Some failing clients are the federation's ordinary life; all of them, and no answer between, are a defect.
+            # Some failing clients are the federation's ordinary life; all of them, and no
+            # answer between, are a defect.
             raise next(iter(raised.values()))
         evaluation = evaluate(after.model) if after.round > state.round else None
         state = after
@@ -134,7 +143,9 @@ class _Unanswered(Answer):
 
 
 class Screen:
-    """Tells which of the replies to one exchange can be folded: a site may be broken, outdated or hostile."""
+    """Tells which of the replies to one exchange can be folded: a site may be
+    broken, outdated or hostile.
+    """
 
     def __init__(self, tasks: Mapping[int, Task], classes: int) -> None:
         self.tasks, self.classes = tasks, classes
@@ -142,7 +153,9 @@ class Screen:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def fault(self, reply: Reply) -> str | None:
-        """What is wrong with a reply, in words that follow the client's name; None where nothing is."""
+        """What is wrong with a reply, in words that follow the client's
+        name; None where nothing is.
+        """
         task = self.tasks.get(reply.client)
         if task is None:
             return "answered without having been asked"
@@ -150,7 +163,10 @@ class Screen:
             return "answered twice"
         if reply.answers not in (None, (task.name, task.round)):
             name, number = reply.answers or ("", 0)
-            return f"answered {name} of round {number + 1}, asked was {task.name} of round {task.round + 1}"
+            return (
+                f"answered {name} of round {number + 1}, asked was "
+                f"{task.name} of round {task.round + 1}"
+            )
         if not reply.size > 0:
             return f"says that it has {reply.size} images"
         found = self._unlike(reply)
@@ -162,7 +178,9 @@ class Screen:
         return found
 
     def _unlike(self, reply: Reply) -> str | None:
-        """Arrays are by class, and of the same shape at all clients; who adds up moments compares them itself."""
+        """Arrays are by class, and of the same shape at all clients; who adds up
+        moments compares them itself.
+        """
         if self.tasks[reply.client].name == MOMENTS:
             return None
         for name, array in reply.arrays.items():
@@ -173,22 +191,33 @@ class Screen:
         return None
 
 
-def _unlike(weights: Weights, sent: Weights, extent: tuple[float, float, float] | None) -> str | None:
+def _unlike(
+    weights: Weights, sent: Weights, extent: tuple[float, float, float] | None
+) -> str | None:
     values, counters = weights.values, weights.counters
     if values.shape != sent.values.shape or values.dtype != sent.values.dtype:
-        return f"sent a model of {len(values)} values ({values.dtype}), expected were {len(sent.values)}"
+        return (
+            f"sent a model of {len(values)} values ({values.dtype}), "
+            f"expected were {len(sent.values)}"
+        )
     low, high, count = extent or weights.extent().tolist()
     if counters.shape != sent.counters.shape or count < 0:
         return "sent a model with other counters than it received"
-    return None if math.isfinite(low) and math.isfinite(high) else "sent weights that are not finite"
+    return (
+        None if math.isfinite(low) and math.isfinite(high) else "sent weights that are not finite"
+    )
 
 
-def _screened(stream: Iterator[Reply | Failure], screen: Screen, ledger: list[Answer]) -> Iterator[Reply]:
+def _screened(
+    stream: Iterator[Reply | Failure], screen: Screen, ledger: list[Answer]
+) -> Iterator[Reply]:
     for item in stream:
         if isinstance(item, Reply) and (fault := screen.fault(item)) is not None:
             item = Failure(item.client, fault)
         if isinstance(item, Failure):
-            warnings.warn(f"client {item.client} is left out: {item.reason}", FedNoRoWarning, stacklevel=2)
+            warnings.warn(
+                f"client {item.client} is left out: {item.reason}", FedNoRoWarning, stacklevel=2
+            )
             ledger.append(_Unanswered(item.client, "failed", reason=item.reason, error=item.error))
             continue
         metrics = {key: float(value) for key, value in item.metrics.items()}
@@ -197,7 +226,9 @@ def _screened(stream: Iterator[Reply | Failure], screen: Screen, ledger: list[An
 
 
 def _drops_out(state: State, task: str, client: int, failures: float) -> bool:
-    return failures > 0 and bool(generator(state.seed, f"failure.{task}", state.round, client).random() < failures)
+    return failures > 0 and bool(
+        generator(state.seed, f"failure.{task}", state.round, client).random() < failures
+    )
 
 
 def _errors(ledger: Sequence[Answer]) -> dict[int, Exception]:

@@ -1,4 +1,6 @@
-"""Options as people write them, checked against their dataclass; what is wrong is said with the way out."""
+"""Options as people write them, checked against their dataclass; what is
+wrong is said with the way out.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,12 @@ from typing import Any, get_type_hints
 from fednoro.core.types import UserError
 
 
-def validate(kind: type[Any], values: Any, section: str, registry: Mapping[str, type[Any]] | None = None) -> Any:
-    """The dataclass with these values; `registry` has the other choices of the section, whose options they may be."""
+def validate(
+    kind: type[Any], values: Any, section: str, registry: Mapping[str, type[Any]] | None = None
+) -> Any:
+    """The dataclass with these values; `registry` has the other choices of the
+    section, whose options they may be.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     if not isinstance(values, Mapping):
@@ -33,20 +39,26 @@ def _no_booleans_for_numbers(kind: type[Any], values: Mapping[str, Any], section
             _no_booleans_for_numbers(hint, value, where)  # type: ignore[arg-type]
 
 
-def _explain(problem: Mapping[str, Any], section: str, kind: type[Any], registry: Mapping[str, type[Any]]) -> str:
+def _explain(
+    problem: Mapping[str, Any], section: str, kind: type[Any], registry: Mapping[str, type[Any]]
+) -> str:
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return str(cause)
     first, *rest = problem["loc"]
     nested = get_type_hints(kind).get(str(first))
     if not dataclasses.is_dataclass(nested):
-        nested, rest = kind, [part for part in rest if isinstance(part, int)]  # the others name members of a union
+        # the others name members of a union
+        nested, rest = kind, [part for part in rest if isinstance(part, int)]
     where = ".".join(str(part) for part in (section, first, *rest) if part != "")
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         names = [item.name for item in dataclasses.fields(nested if rest else kind)]
-        return f"unknown key {where}{_elsewhere(section, kind, first, registry) or suggest((first, *rest)[-1], names)}"
+        advice = _elsewhere(section, kind, first, registry) or suggest((first, *rest)[-1], names)
+        return f"unknown key {where}{advice}"
     if problem["type"] in ("missing", "missing_argument"):
-        example = {item.name: item.metadata.get("example") for item in dataclasses.fields(kind)}.get(str(first))
+        example = {
+            item.name: item.metadata.get("example") for item in dataclasses.fields(kind)
+        }.get(str(first))
         return f"{where} is required{f', as in {where}={example}' if example else ''}"
     if problem["type"] in ("tuple_type", "list_type"):
         given = problem["input"]
@@ -57,9 +69,17 @@ def _explain(problem: Mapping[str, Any], section: str, kind: type[Any], registry
 
 def _elsewhere(section: str, kind: type[Any], key: str, registry: Mapping[str, type[Any]]) -> str:
     """Whose option it is, where another choice of the section has it."""
-    owners = [name for name, other in registry.items() if key in {item.name for item in dataclasses.fields(other)}]
+    owners = [
+        name
+        for name, other in registry.items()
+        if key in {item.name for item in dataclasses.fields(other)}
+    ]
     chosen = next((name for name, other in registry.items() if other is kind), "")
-    return f": {section} {chosen} has no {key}; it belongs to {', '.join(owners)}" if owners and chosen else ""
+    return (
+        f": {section} {chosen} has no {key}; it belongs to {', '.join(owners)}"
+        if owners and chosen
+        else ""
+    )
 
 
 def suggest(key: Any, known: Iterable[str], more: str = "") -> str:

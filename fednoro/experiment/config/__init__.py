@@ -1,0 +1,1 @@
+"""What a run is made of: presets, files and overrides, checked."""

@@ -1,0 +1,1 @@
+"""The files of a run: their names, one writer and one reader. Nothing here loads torch."""
