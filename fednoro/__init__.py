@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fednoro.experiment.predict import predict
     from fednoro.experiment.trained_model import load_model
     from fednoro.methods import Method
+    from fednoro.report.comparison import compare
+    from fednoro.report.page import write_report
 
 __all__ = [
     "Dataset",
@@ -33,6 +35,7 @@ __all__ = [
     "Step",
     "Task",
     "UserError",
+    "compare",
     "export",
     "load",
     "load_model",
@@ -40,6 +43,7 @@ __all__ = [
     "predict",
     "resume",
     "run",
+    "write_report",
 ]
 # Where each name lives. Nothing is loaded before it is used: `import fednoro` is quick, and the
 # equations work without the dependencies of the configuration.
@@ -52,11 +56,13 @@ _HOMES = {
     "Step": "core.types",
     "Task": "core.types",
     "UserError": "core.types",
+    "compare": "report.comparison",
     "export": "experiment.export",
     "load": "experiment.drive",
     "load_model": "experiment.trained_model",
     "option": "core.options",
     "predict": "experiment.predict",
+    "write_report": "report.page",
 }
 _PIECES = {
     "aggregate": "core.aggregate",
@@ -87,9 +93,9 @@ def run(
         watcher: is told what happens meanwhile.
     """
     from fednoro.experiment import simulation
-    from fednoro.report import write_report
+    from fednoro.report import write_or_warn
 
-    return simulation.run(config, *overrides, watcher=watcher, write_page=write_report)
+    return simulation.run(config, *overrides, watcher=watcher, write_page=write_or_warn)
 
 
 def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
@@ -100,9 +106,9 @@ def resume(path: str | Path, watcher: Watcher | None = None) -> Run:
         watcher: is told what happens meanwhile.
     """
     from fednoro.experiment import simulation
-    from fednoro.report import write_report
+    from fednoro.report import write_or_warn
 
-    return simulation.resume(path, watcher, write_report)
+    return simulation.resume(path, watcher, write_or_warn)
 
 
 def __dir__() -> list[str]:

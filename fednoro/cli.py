@@ -147,7 +147,7 @@ def run(items: Items = None, quiet: SeedsQuiet = False) -> None:
     from fednoro.experiment import simulation
     from fednoro.experiment.config.configuration import resolve, seeds
     from fednoro.experiment.watch.terminal import Terminal, seeds_table
-    from fednoro.report import write_report
+    from fednoro.report import write_or_warn
 
     source, overrides = _sorted_out(items)
     several, others = seeds(overrides)
@@ -159,7 +159,7 @@ def run(items: Items = None, quiet: SeedsQuiet = False) -> None:
         terminal = Terminal(console, quiet)
         try:
             with _stopped_by_sigterm():
-                finished.append(simulation.run(config, watcher=terminal, write_page=write_report))
+                finished.append(simulation.run(config, watcher=terminal, write_page=write_or_warn))
         finally:
             terminal.close()
     if len(finished) > 1:
@@ -178,7 +178,7 @@ def resume(
     from fednoro.experiment import simulation
     from fednoro.experiment.run_folder.run_files import RunFolder
     from fednoro.experiment.watch.terminal import Terminal
-    from fednoro.report import write_report
+    from fednoro.report import write_or_warn
 
     already = RunFolder(Path(folder).expanduser()).finished
     if not already and (Path(folder).expanduser() / "flower.json").exists():
@@ -188,7 +188,7 @@ def resume(
     terminal = Terminal(console, quiet)
     try:
         with _stopped_by_sigterm():
-            done = simulation.resume(folder, terminal, write_report)
+            done = simulation.resume(folder, terminal, write_or_warn)
     finally:
         terminal.close()
     if already:

@@ -20,11 +20,11 @@ from torch import Tensor
 from fednoro.audit.counting import site_counts, site_joint
 from fednoro.audit.estimates import noise, off_diagonal
 from fednoro.audit.exchanges import LEVELS, PROBABILITIES
-from fednoro.audit.pages import plain, render
 from fednoro.audit.ranking import Ranking, rank
 from fednoro.audit.sheets import sheet
 from fednoro.core.files import disk_errors, write_whole
 from fednoro.core.types import IntArray, UserError
+from fednoro.report.web.audit_shell import plain, render
 
 THUMBNAIL = 96  # pixels; smaller images are kept as they are
 TINY = 48  # images up to this size are shown enlarged with their pixels visible

@@ -9,8 +9,8 @@ from typing import Any
 
 from fednoro.audit.counting import NEVER
 from fednoro.audit.estimates import Estimate, Findings, SiteFinding, judged_at_most
-from fednoro.audit.pages import percent, plain, render
 from fednoro.core.types import FloatArray
+from fednoro.report.web.audit_shell import percent, plain, render
 
 MANY = 0.1  # a site whose interval begins above this is named in the headline
 WEAK = 0.5  # a share over all sites above which the model is to be doubted before the labels

@@ -26,12 +26,12 @@ from fednoro.audit.page import (
     unjudged,
     words,
 )
-from fednoro.audit.pages import percent, plain
 from fednoro.audit.sheets import sheet
 from fednoro.audit.simulated import Examined, Subject, examine, subject
 from fednoro.core.files import disk_errors, write_json, write_whole
 from fednoro.core.types import UserError
 from fednoro.experiment.drive import Watcher, warnings_to
+from fednoro.report.web.audit_shell import percent, plain
 
 
 @dataclass(frozen=True)

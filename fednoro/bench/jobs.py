@@ -35,7 +35,7 @@ from fednoro.experiment.drive import Run, Watcher
 from fednoro.experiment.rounds import Turn
 from fednoro.experiment.run_folder.run_files import LOGS, RunFolder
 from fednoro.methods import FedLA, FedNoRo, Method
-from fednoro.report import write_report
+from fednoro.report import write_or_warn
 
 PLACE_ONLY = ("name", "out", "checkpoint_every")  # what a run's numbers do not depend on
 ANNOTATED = ("data.", "split.", "partition.", "noise.", "model.", "train.augment.")
@@ -121,7 +121,7 @@ class Train(Job):
                 _clear(RunFolder(self.path))
             begin(self.config, self.needs[0].path, self.played.path if self.played else None, self.stage)
         kept = _Keeper(watcher, self.path / "models") if self.keep else watcher
-        simulation.resume(self.path, kept, write_report)
+        simulation.resume(self.path, kept, write_or_warn)
 
 
 def _clear(folder: RunFolder) -> None:

@@ -43,7 +43,7 @@ from fednoro.flower.options import Deployment
 from fednoro.flower.roster import Kind, Roster, known_sites, numbered
 from fednoro.flower.site import run_order
 from fednoro.models import Packed, initialise
-from fednoro.report import write_report
+from fednoro.report import write_or_warn
 
 ATTEMPTS = 3  # at an evaluation that no site answers
 
@@ -156,7 +156,7 @@ class _Coordinator:
             evaluate = ground.evaluate or SiteEvaluation(exchange, self.roster, len(classes))
             state = drive(self.folder, self.config, state, exchange, self.roster.clients, evaluate, self.watcher, {})
             result = finish(self.folder, self.config, ground.setting(), state, ground.net)
-        write_report(self.folder.path, self.watcher.warned)
+        write_or_warn(self.folder.path, self.watcher.warned)
         self.watcher.finished(result)
         return result
 

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from fednoro.audit.estimates import Estimate, SiteFinding
-from fednoro.audit.pages import plain
 from fednoro.audit.writing import site_table
 from fednoro.core.types import UserError
 from fednoro.experiment.config.configuration import Config, anchored, as_tree, resolve
@@ -25,6 +24,7 @@ from fednoro.experiment.drive import load
 from fednoro.experiment.simulation import free_folder
 from fednoro.experiment.watch.terminal import Terminal
 from fednoro.flower.running import COMPLETED, DEFAULTS, Link, Status, UnreachableError
+from fednoro.report.web.audit_shell import plain
 
 Values = dict[str, str | int | float]
 ASK_EVERY = (3.0, 15.0)  # seconds between questions to Flower, each of which starts a process: at first, and later

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def write_report(folder: Path, warn: Callable[[str], None]) -> None:
+def write_or_warn(folder: Path, warn: Callable[[str], None]) -> None:
     """Writes report.html at the end of a run; the run stands, whatever happens here."""
     try:
-        from fednoro.report.page import write
+        from fednoro.report.page import write_report
 
-        write(folder)
+        write_report(folder)
     except Exception as error:
         why = (str(error).splitlines() or [""])[0]
-        warn(f"the report could not be written ({type(error).__name__}: {why}): try fednoro report {folder}")
+        warn(
+            f"the report could not be written ({type(error).__name__}: "
+            f"{why}): try fednoro report {folder}"
+        )

@@ -16,9 +16,19 @@ from rich.table import Table as RichTable
 from fednoro.core.types import UserError
 
 EVERY = 2.0  # seconds between looks at a run that is watched
-WATCHED = ("config.yaml", "split.npz", "rounds.jsonl", "clients.csv", "detection.json", "result.json", ".lock")
+WATCHED = (
+    "config.yaml",
+    "split.npz",
+    "rounds.jsonl",
+    "clients.csv",
+    "detection.json",
+    "result.json",
+    ".lock",
+)
 
-Run = Annotated[str, typer.Argument(help="A run folder, such as runs/digits-fednoro-seed0.", show_default=False)]
+Run = Annotated[
+    str, typer.Argument(help="A run folder, such as runs/digits-fednoro-seed0.", show_default=False)
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +40,9 @@ def register(app: typer.Typer) -> None:
 
 def report(
     run: Run,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep it up to date until the run ends.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep it up to date until the run ends.")
+    ] = False,
 ) -> None:
     """Write report.html into a run folder: one file that opens anywhere, without a network.
 
@@ -38,14 +50,14 @@ def report(
 
     Example: fednoro report runs/digits-fednoro-seed0
     """
-    from fednoro.report.page import write
+    from fednoro.report.page import write_report
 
     console = Console(emoji=False)
-    target = write(run, watching=watch)
+    target = write_report(run, watching=watch)
     _say(console, f"wrote {target}")
     if watch:
         _say(console, "watching; the page reloads itself. Ctrl-C ends it.")
-        watch_run(Path(run).expanduser(), write, time.sleep)
+        watch_run(Path(run).expanduser(), write_report, time.sleep)
 
 
 def watch_run(folder: Path, write: Callable[..., Path], wait: Callable[[float], Any]) -> None:
@@ -58,7 +70,9 @@ def watch_run(folder: Path, write: Callable[..., Path], wait: Callable[[float], 
             try:
                 write(folder, watching=True)
                 seen = now
-            except UserError:  # a run that resumes sweeps up unfinished files, maybe this one: the next look repairs it
+            except UserError:
+                # a run that resumes sweeps up unfinished files, maybe this
+                # one: the next look repairs it
                 continue
     write(folder)
 
@@ -77,22 +91,28 @@ def _state(folder: Path) -> tuple[object, ...]:
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Run folders.", show_default=False)
+    ],
     against: Annotated[
-        str | None, typer.Option(help="The group that the others are compared with; the first run's if not given.")
+        str | None,
+        typer.Option(
+            help="The group that the others are compared with; the first run's if not given."
+        ),
     ] = None,
     to: Annotated[str, typer.Option(help="Where to write: NAME.html and NAME.csv.")] = "compare",
 ) -> None:
-    """Compare runs: groups that differ only in their seed, mean ± std, and differences paired by seed.
+    """Compare runs: groups that differ only in their seed, mean ± std,
+    and differences paired by seed.
 
     Runs are paired only where the seed, the clients, their labels and the test images are the same.
 
     Example: fednoro compare runs/digits-fednoro-seed* runs/digits-fedavg-seed*
     """
     from fednoro.core.files import write_whole
-    from fednoro.report.compare import as_csv
-    from fednoro.report.compare import compare as made
-    from fednoro.report.compared import difference_table, render, summary
+    from fednoro.report.comparison import as_csv
+    from fednoro.report.comparison import compare as made
+    from fednoro.report.comparison_page import difference_table, render, summary
 
     found = made(runs, against)
     console = Console(emoji=False)
@@ -110,20 +130,30 @@ def compare(
 
 def figures(
     run: Run,
-    to: Annotated[str | None, typer.Option(help="Folder for the files; RUN/figures if not given.")] = None,
-    formats: Annotated[str, typer.Option("--format", help="Any of png, pdf and svg, with commas.")] = "png,pdf,svg",
-    only: Annotated[str, typer.Option(help="Names of figures, with commas; all if not given.")] = "",
-    column: Annotated[bool, typer.Option("--column", help="As wide as one of two columns, 3.6 inches.")] = False,
+    to: Annotated[
+        str | None, typer.Option(help="Folder for the files; RUN/figures if not given.")
+    ] = None,
+    formats: Annotated[
+        str, typer.Option("--format", help="Any of png, pdf and svg, with commas.")
+    ] = "png,pdf,svg",
+    only: Annotated[
+        str, typer.Option(help="Names of figures, with commas; all if not given.")
+    ] = "",
+    column: Annotated[
+        bool, typer.Option("--column", help="As wide as one of two columns, 3.6 inches.")
+    ] = False,
 ) -> None:
     """Write the figures of a run as PNG, PDF and SVG files for a paper. Needs the extra report.
 
     Example: fednoro figures runs/digits-fednoro-seed0 --format pdf --only bacc,mixture --column
     """
-    from fednoro.report.static import FORMATS, save_all
+    from fednoro.report.drawing.image_export import FORMATS, save_all
 
     kinds = tuple(kind.strip() for kind in formats.split(",") if kind.strip())
     if not kinds or (wrong := [kind for kind in kinds if kind not in FORMATS]):
-        raise UserError(f"--format takes {', '.join(FORMATS)}, got {wrong[0] if kinds else formats!r}")
+        raise UserError(
+            f"--format takes {', '.join(FORMATS)}, got {wrong[0] if kinds else formats!r}"
+        )
     names = tuple(name.strip() for name in only.split(",") if name.strip())
     folder = Path(to).expanduser() if to else Path(run).expanduser() / "figures"
     written = save_all(run, folder, kinds, names, column)
@@ -135,10 +165,13 @@ def _say(console: Console, text: str) -> None:
 
 
 def _show(console: Console, table: Any, title: str) -> None:
-    from fednoro.report.scene import printable
+    from fednoro.report.drawing.scene import printable
 
-    # As narrow as can be, so that 80 columns have room for names; what is longer is folded, never cut.
-    shown = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    # As narrow as can be, so that 80 columns have room for names; what is
+    # longer is folded, never cut.
+    shown = RichTable(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+    )
     for name in table.head:
         shown.add_column(name.replace(" ", "\n"), overflow="fold")
     for row in table.rows:

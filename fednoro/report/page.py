@@ -18,13 +18,13 @@ from markupsafe import Markup
 
 from fednoro.core.files import write_whole
 from fednoro.experiment.run_folder.recorded_run import Recorded, read
-from fednoro.report import palette
+from fednoro.report.drawing.figure import NARROW, WIDE, Cell, Figure, counted
+from fednoro.report.drawing.scene import printable
 from fednoro.report.figures import figures
-from fednoro.report.figures.figure import NARROW, WIDE, Cell, Figure, counted
 from fednoro.report.figures.training import duration
 from fednoro.report.findings import findings
-from fednoro.report.judged import judged
-from fednoro.report.scene import printable
+from fednoro.report.recorded_verdict import judged
+from fednoro.report.web import palette
 
 MANY = 130  # clients side by side, more than a phone has room for even when scrolled
 REFRESH = 5  # seconds between reloads of the page of a run that goes on
@@ -35,9 +35,12 @@ _NUMBER = re.compile(r"–|[-+]?[\d.,]+(e-?\d+)?%?( (±|to|of) [-+]?[\d.]+)?")
 @cache
 def environment() -> Environment:
     made = Environment(
-        loader=PackageLoader("fednoro.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=PackageLoader("fednoro.report.web", "templates/report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     made.filters.update(clean=printable, cell=_cell, numeric=_numeric_columns)
     return made
 
@@ -48,7 +51,8 @@ def render(path: str | Path, watching: bool = False) -> str:
     found = None
     try:
         found = judged(run)
-    except Exception as error:  # damage of a kind not thought of: the rest of the report must still come
+    except Exception as error:
+        # damage of a kind not thought of: the rest of the report must still come
         run.missing.append(("detection.json", f"cannot be used: {type(error).__name__}"))
     drawn: dict[str, list[dict[str, Any]]] = {}
     for section, figure in figures(run, found):
@@ -65,7 +69,7 @@ def render(path: str | Path, watching: bool = False) -> str:
     )
 
 
-def write(path: str | Path, watching: bool = False) -> Path:
+def write_report(path: str | Path, watching: bool = False) -> Path:
     """Writes report.html into the run folder, completely or not at all."""
     target = Path(path).expanduser() / "report.html"
     write_whole(target, render(path, watching).encode("utf-8", "replace"))
@@ -73,10 +77,15 @@ def write(path: str | Path, watching: bool = False) -> Path:
 
 
 def page(template: str, **facts: Any) -> str:
-    """A template with the shared style and script; a policy in it lets no other script run and nothing be fetched."""
+    """A template with the shared style and script; a policy in it lets no other
+    script run and nothing be fetched.
+    """
     script = _text("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src "
+        f"data:; script-src 'sha256-{digest}'"
+    )
     style = f"{palette.css()}\n{_text('style.css')}"
     shared = {"style": Markup(style), "script": Markup(script), "policy": policy, "refresh": None}
     return environment().get_template(template).render(**{**shared, **facts})
@@ -93,24 +102,34 @@ def drawing(figure: Figure) -> dict[str, Any]:
     table = figure.table
     columns = len(table.head)
     head, rows = table.head[:MOST_COLUMNS], [row[:MOST_COLUMNS] for row in table.rows]
-    note = table.note + (f" The first {MOST_COLUMNS} of {columns} columns." if columns > MOST_COLUMNS else "")
+    note = table.note + (
+        f" The first {MOST_COLUMNS} of {columns} columns." if columns > MOST_COLUMNS else ""
+    )
     return {"figure": figure, "svg": drawn, "head": head, "rows": rows, "note": note.strip()}
 
 
 def _text(name: str) -> str:
-    return (files("fednoro.report") / "templates" / name).read_text(encoding="utf-8")
+    return (files("fednoro.report.web") / "templates" / "report" / name).read_text(encoding="utf-8")
 
 
 def _subtitle(run: Recorded) -> list[str]:
-    facts = [f"{run.choice('method')} on {run.choice('data')}" if run.config else "configuration unknown"]
+    facts = [
+        f"{run.choice('method')} on {run.choice('data')}" if run.config else "configuration unknown"
+    ]
     if run.holdings is not None:
         facts.append(counted(len(run.holdings.names), "client"))
         facts.append(counted(len(run.holdings.classes), "class", "classes"))
     facts.append(f"noise {run.choice('noise')}" if run.config else "")
     facts.append(f"seed {run.config['seed']}" if "seed" in run.config else "")
     seconds = sum(record["seconds"] for record in run.rounds)
-    facts.append(f"{counted(len(run.rounds), 'round')} in {duration(seconds)}" if run.rounds else "")
-    facts.append({"finished": "", "running": "running now", "unfinished": "stopped before its end"}[run.status])
+    facts.append(
+        f"{counted(len(run.rounds), 'round')} in {duration(seconds)}" if run.rounds else ""
+    )
+    facts.append(
+        {"finished": "", "running": "running now", "unfinished": "stopped before its end"}[
+            run.status
+        ]
+    )
     return [fact for fact in facts if fact]
 
 
@@ -135,4 +154,8 @@ def _cell(value: Cell) -> str:
 def _numeric_columns(rows: Sequence[Sequence[Cell]]) -> set[int]:
     """Which columns hold numbers alone, and are set to the right."""
     columns = zip(*rows, strict=True)
-    return {at for at, column in enumerate(columns) if at and all(_NUMBER.fullmatch(_cell(value)) for value in column)}
+    return {
+        at
+        for at, column in enumerate(columns)
+        if at and all(_NUMBER.fullmatch(_cell(value)) for value in column)
+    }

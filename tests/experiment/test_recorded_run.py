@@ -20,11 +20,11 @@ from run_folders import WARMUP, make_run
 
 from fednoro.core.types import UserError
 from fednoro.experiment.run_folder.recorded_run import PARTS, read
-from fednoro.report import write_report
+from fednoro.report import write_or_warn
 from fednoro.report.command import watch_run
 from fednoro.report.findings import findings
-from fednoro.report.judged import judged
-from fednoro.report.page import render, write
+from fednoro.report.page import render, write_report
+from fednoro.report.recorded_verdict import judged
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -202,7 +202,7 @@ def test_watching_follows_the_files_and_ends_with_the_run(tmp_path: Path) -> Non
         ]
 
     def record(folder: Path, watching: bool = False) -> Path:
-        target = write(folder, watching)
+        target = write_report(folder, watching)
         pages.append(target.read_text(encoding="utf-8"))
         return target
 
@@ -219,7 +219,7 @@ def test_a_report_that_fails_is_a_warning_and_no_more(
 ) -> None:
     (run / "report.html").mkdir()
     warned: list[str] = []
-    write_report(run, warned.append)
+    write_or_warn(run, warned.append)
     assert (
         len(warned) == 1
         and "the report could not be written" in warned[0]

@@ -28,7 +28,7 @@ UNMOVED = {
 # Imports against the order that later work removes, with the reason.
 EXCEPTIONS = {
     ("fednoro.experiment.watch.terminal", "fednoro.report.findings"): "the terminal says how firm a verdict is",
-    ("fednoro.experiment.watch.terminal", "fednoro.report.judged"): "the terminal says how firm a verdict is",
+    ("fednoro.experiment.watch.terminal", "fednoro.report.recorded_verdict"): "the terminal says how firm a verdict is",
 }
 RANK = {name: rank for rank, layer in enumerate(ORDER) for name in layer}
 TRAINING_PATH = ("core", "data", "detection", "methods", "engine")

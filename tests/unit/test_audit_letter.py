@@ -22,12 +22,12 @@ from fednoro.audit.estimates import Findings, findings
 from fednoro.audit.exchanges import LEVELS, PROBABILITIES
 from fednoro.audit.letter import Holding, Judgement, thumbnail, write_letter
 from fednoro.audit.page import Account, doubt, headline, lead, otherwise, page, to_json, unjudged
-from fednoro.audit.pages import THEMES
 from fednoro.audit.sheets import neutral, sheet
 from fednoro.audit.writing import Audited, folder_names, summary
 from fednoro.core.types import UserError
 from fednoro.data.noise import observed_from_file
-from fednoro.report.palette import contrast, mixed
+from fednoro.report.web.audit_shell import THEMES
+from fednoro.report.web.palette import contrast, mixed
 
 HOSTILE = (
     '<script>alert("1")</script>', "</script><img src=x onerror=alert(2)>", "\"'><svg/onload=alert(3)>", "{{ 7 * 7 }}",

@@ -31,7 +31,7 @@ from fednoro.experiment.rounds import Turn
 from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.report.findings import stability
-from fednoro.report.judged import judged
+from fednoro.report.recorded_verdict import judged
 
 REASONS, EXAMPLES = 5, 3  # why images were left out, and which
 PLAIN_EVERY = 10.0  # seconds between lines of progress where there is no terminal

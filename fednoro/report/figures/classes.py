@@ -9,7 +9,7 @@ import numpy as np
 from fednoro.core.metrics import per_class_recall
 from fednoro.core.types import IntArray
 from fednoro.experiment.run_folder.recorded_run import Recorded
-from fednoro.report.axes import (
+from fednoro.report.drawing.axes import (
     Box,
     draw_x,
     names_below,
@@ -18,11 +18,11 @@ from fednoro.report.axes import (
     room_left,
     short_names,
 )
-from fednoro.report.figures.columns import Grid
-from fednoro.report.figures.figure import Cell, Figure, Table, counted, listed, quoted
-from fednoro.report.judged import Judged
-from fednoro.report.palette import HEAT_STEPS
-from fednoro.report.scene import Scene
+from fednoro.report.drawing.client_grid import Grid
+from fednoro.report.drawing.figure import Cell, Figure, Table, counted, listed, quoted
+from fednoro.report.drawing.scene import Scene
+from fednoro.report.recorded_verdict import Judged
+from fednoro.report.web.palette import HEAT_STEPS
 
 
 def partition(run: Recorded, found: Judged | None) -> Figure | None:
@@ -50,16 +50,36 @@ def partition(run: Recorded, found: Judged | None) -> Figure | None:
                 style = "unknown" if held.noisy is None else "noisy" if noisy[k] else "clean"
                 tip = f"{held.names[k]}, {held.classes[c]}: {counted(int(table[k, c]), 'image')}"
                 if known:
-                    tip += f" (truly {held.clean[k, c]})" if panel else f" (labelled so {held.observed[k, c]})"
-                scene.circle(grid.x(panel, int(k)), grid.y(panel, int(c)), radius, style, tip=tip, series=style)
-        sizes = [("clean", "clean client", "clean"), ("noisy", "noisy client (name in bold)", "noisy")]
-        scene.legend(grid.start, grid.foot, sizes if held.noisy is not None else [("unknown", "client", "")], True)
+                    tip += (
+                        f" (truly {held.clean[k, c]})"
+                        if panel
+                        else f" (labelled so {held.observed[k, c]})"
+                    )
+                scene.circle(
+                    grid.x(panel, int(k)),
+                    grid.y(panel, int(c)),
+                    radius,
+                    style,
+                    tip=tip,
+                    series=style,
+                )
+        sizes = [
+            ("clean", "clean client", "clean"),
+            ("noisy", "noisy client (name in bold)", "noisy"),
+        ]
+        scene.legend(
+            grid.start,
+            grid.foot,
+            sizes if held.noisy is not None else [("unknown", "client", "")],
+            True,
+        )
         return scene
 
     sizes = held.observed.sum(axis=1)
     caption = (
-        f"Each dot is what one client holds of one class; its area is the number of images, at most {most:,}. "
-        f"{counted(len(held.names), 'client')} of {int(sizes.min()):,} to {int(sizes.max()):,} images. "
+        "Each dot is what one client holds of one class; its area is the number of images, "
+        f"at most {most:,}. {counted(len(held.names), 'client')} of {int(sizes.min()):,} "
+        f"to {int(sizes.max()):,} images. "
     )
     caption += (
         "Where labels were changed, dots move up or down within their column "
@@ -67,24 +87,47 @@ def partition(run: Recorded, found: Judged | None) -> Figure | None:
         if known
         else "Whether these labels are right is not known."
     )
-    head = ("client", "images", *(("labels wrong",) if held.noisy is not None else ()), *held.classes)
+    head = (
+        "client",
+        "images",
+        *(("labels wrong",) if held.noisy is not None else ()),
+        *held.classes,
+    )
     rows = tuple(
-        (name, int(sizes[k]), *((percent(held.rates[k]),) if held.noisy is not None else ()), *map(int, table))
+        (
+            name,
+            int(sizes[k]),
+            *((percent(held.rates[k]),) if held.noisy is not None else ()),
+            *map(int, table),
+        )
         for k, (name, table) in enumerate(zip(held.names, held.observed, strict=True))
     )
-    label = f"Dot chart of {len(held.names)} clients by {len(held.classes)} classes, dots sized by number of images."
+    label = (
+        f"Dot chart of {len(held.names)} clients by {len(held.classes)} classes, "
+        "dots sized by number of images."
+    )
     table = Table(head, rows, "Labels as the clients have them.")
     return Figure("partition", "Who holds what", caption, label, draw, table, len(held.names))
 
 
 def recall(run: Recorded, found: Judged | None) -> Figure | None:
-    """Recall of each class in the last round, and at the end of the first stage where there are several."""
+    """Recall of each class in the last round, and at the end of the first
+    stage where there are several.
+    """
     final = run.confusion
     if final is None:
         return None
     stages = run.stages
-    turning = next((r for r in run.rounds if r["round"] == stages[0][2]), None) if len(stages) > 1 else None
-    before = None if turning is None or turning["confusion"] is None else per_class_recall(turning["confusion"])
+    turning = (
+        next((r for r in run.rounds if r["round"] == stages[0][2]), None)
+        if len(stages) > 1
+        else None
+    )
+    before = (
+        None
+        if turning is None or turning["confusion"] is None
+        else per_class_recall(turning["confusion"])
+    )
     after, tested = per_class_recall(final), final.sum(axis=1)
     names = run.classes
 
@@ -125,8 +168,9 @@ def recall(run: Recorded, found: Judged | None) -> Figure | None:
 
     worst = int(np.nanargmin(after))
     caption = (
-        f"The share of each class's test images that is recognised. Their mean is BACC. "
-        f"Worst is {quoted(names[worst])} with {after[worst]:.0%} of {counted(int(tested[worst]), 'test image')}."
+        "The share of each class's test images that is recognised. Their mean is BACC. Worst is "
+        f"{quoted(names[worst])} with {after[worst]:.0%} of "
+        f"{counted(int(tested[worst]), 'test image')}."
     )
     if before is not None:
         change = after - before
@@ -145,8 +189,15 @@ def recall(run: Recorded, found: Judged | None) -> Figure | None:
         )
         for c, name in enumerate(names)
     )  # fmt: skip
-    head = ("class", "test images", *(first if before is not None else ()), f"recall in round {run.numbers[-1]}")
-    return Figure("recall", "What is recognised", caption, "Recall of each class.", draw, Table(head, rows))
+    head = (
+        "class",
+        "test images",
+        *(first if before is not None else ()),
+        f"recall in round {run.numbers[-1]}",
+    )
+    return Figure(
+        "recall", "What is recognised", caption, "Recall of each class.", draw, Table(head, rows)
+    )
 
 
 def confusion(run: Recorded, found: Judged | None) -> Figure | None:
@@ -164,7 +215,12 @@ def confusion(run: Recorded, found: Judged | None) -> Figure | None:
         room = room_below(short, cell)
         scene = Scene(width, 26 + cell * len(names) + room + 20)
         start = left if width < 600 else (width - left - cell * len(names)) / 2 + left
-        scene.text(start if width > 600 else 2, 14, "rows: the true class; columns: what the model says", size=11)
+        scene.text(
+            start if width > 600 else 2,
+            14,
+            "rows: the true class; columns: what the model says",
+            size=11,
+        )
         for i, name in enumerate(short):
             scene.text(start - 7, 26 + (i + 0.5) * cell + 4, name, size=11, anchor="end")
         for i, j in np.ndindex(*counts.shape):
@@ -172,31 +228,57 @@ def confusion(run: Recorded, found: Judged | None) -> Figure | None:
             at = start + j * cell, 26 + i * cell
             tip = f"{names[i]} taken for {names[j]}" if i != j else f"{names[i]} recognised"
             tip += f": {counts[i, j]} of {counts[i].sum()} ({alpha:.1%})"
-            scene.rect(at[0] + 0.5, at[1] + 0.5, cell - 1, cell - 1, "heat", alpha=max(alpha, 0.025), tip=tip)
+            scene.rect(
+                at[0] + 0.5,
+                at[1] + 0.5,
+                cell - 1,
+                cell - 1,
+                "heat",
+                alpha=max(alpha, 0.025),
+                tip=tip,
+            )
             if counts[i, j] and cell >= 20:
                 step = round(HEAT_STEPS * max(alpha, 0.025))
                 size = 12 if cell >= 28 else 10
                 text = str(counts[i, j])
                 if 0.62 * size * len(text) < cell:
-                    scene.text(at[0] + cell / 2, at[1] + cell / 2 + 4, text, f"h{step}", anchor="middle", size=size)
+                    scene.text(
+                        at[0] + cell / 2,
+                        at[1] + cell / 2 + 4,
+                        text,
+                        f"h{step}",
+                        anchor="middle",
+                        size=size,
+                    )
         places = [start + (j + 0.5) * cell for j in range(len(names))]
         names_below(scene, places, short, 26 + cell * len(names) + 3)
         return scene
 
     caption = (
-        f"Test images in round {run.numbers[-1]}: rows are true classes, columns what the model says; "
-        f"shading is the share of the row. {_largest_mistakes(counts, names)}"
+        f"Test images in round {run.numbers[-1]}: rows are true classes, columns what the model "
+        f"says; shading is the share of the row. {_largest_mistakes(counts, names)}"
     )
-    rows: tuple[tuple[Cell, ...], ...] = tuple((name, *map(int, row)) for name, row in zip(names, counts, strict=True))
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (name, *map(int, row)) for name, row in zip(names, counts, strict=True)
+    )
     label = f"Confusion matrix of {len(names)} classes. {_largest_mistakes(counts, names)}"
-    return Figure("confusion", "What is taken for what", caption, label, draw, Table(("true class", *names), rows))
+    return Figure(
+        "confusion",
+        "What is taken for what",
+        caption,
+        label,
+        draw,
+        Table(("true class", *names), rows),
+    )
 
 
 def _largest_mistakes(counts: IntArray, names: tuple[str, ...]) -> str:
     off = counts - np.diag(np.diag(counts))
     order = [divmod(int(at), len(names)) for at in np.argsort(-off, axis=None, kind="stable")[:3]]
     said = [
-        f"{quoted(names[i])} for {quoted(names[j])} ({counted(int(off[i, j]), 'time')})" for i, j in order if off[i, j]
+        f"{quoted(names[i])} for {quoted(names[j])} ({counted(int(off[i, j]), 'time')})"
+        for i, j in order
+        if off[i, j]
     ]
     return f"Most often it takes {listed(said)}." if said else "It makes no mistake."
 

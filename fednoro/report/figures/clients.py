@@ -1,4 +1,6 @@
-"""Figures of the clients over rounds: what each weighs in the new model, and how far it is from a clean one."""
+"""Figures of the clients over rounds: what each weighs in the new model, and
+how far it is from a clean one.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ import numpy as np
 
 from fednoro.core.types import FloatArray, IntArray
 from fednoro.experiment.run_folder.recorded_run import Recorded
-from fednoro.report.axes import Box, draw_x, draw_y, round_ticks, whole_ticks
-from fednoro.report.figures.figure import Cell, Figure, Table, counted
+from fednoro.report.drawing.axes import Box, draw_x, draw_y, round_ticks, whole_ticks
+from fednoro.report.drawing.figure import Cell, Figure, Table, counted
+from fednoro.report.drawing.scene import Scene
 from fednoro.report.figures.training import stage_bands, thinned, whole
-from fednoro.report.judged import Judged
-from fednoro.report.scene import Scene
+from fednoro.report.recorded_verdict import Judged
 
 Series = dict[int, tuple[IntArray, FloatArray]]
 SIDES = ("clean", "noisy", "unknown")
@@ -24,12 +26,20 @@ def weights(run: Recorded, found: Judged | None) -> Figure | None:
     if not series:
         return None
     side = _sides(run, series, found)
-    caption = "Each thin line is a client’s share of the new global model, thick lines are group means. "
+    caption = (
+        "Each thin line is a client’s share of the new global model, thick lines are group means. "
+    )
     if any(len(_stretches(rounds)) > 1 for rounds, _ in series.values()):
         caption += "They are broken where a client, or a whole group, did not take part. "
     caption += _shift(run, series, side)
     label = f"Aggregation weights of {counted(len(series), 'client')} over rounds."
-    return _lines(run, series, side, ("weights", "Aggregation weights", caption, label, "weight"), found is None)
+    return _lines(
+        run,
+        series,
+        side,
+        ("weights", "Aggregation weights", caption, label, "weight"),
+        found is None,
+    )
 
 
 def distances(run: Recorded, found: Judged | None) -> Figure | None:
@@ -39,8 +49,8 @@ def distances(run: Recorded, found: Judged | None) -> Figure | None:
     if not series:
         return None
     caption = (
-        "How far the weights of each client taken for noisy are from those of the nearest client taken for clean. "
-        "A client’s share of the new model shrinks by exp(−d / largest d). "
+        "How far the weights of each client taken for noisy are from those of the nearest client "
+        "taken for clean. A client’s share of the new model shrinks by exp(−d / largest d). "
         "Clients taken for clean are at 0 and not drawn."
     )
     label = f"Distances of {counted(len(series), 'client')} over rounds."
@@ -52,7 +62,9 @@ def _sides(run: Recorded, series: Series, found: Judged | None) -> dict[int, str
     verdict = {} if run.named is None else {k: k in run.named for k in run.names}
     if found is not None:
         verdict = dict(zip(found.clients.tolist(), found.noisy.tolist(), strict=True))
-    return {k: "unknown" if k not in verdict else "noisy" if verdict[k] else "clean" for k in series}
+    return {
+        k: "unknown" if k not in verdict else "noisy" if verdict[k] else "clean" for k in series
+    }
 
 
 def _shift(run: Recorded, series: Series, side: dict[int, str]) -> str:
@@ -70,7 +82,9 @@ def _shift(run: Recorded, series: Series, side: dict[int, str]) -> str:
     )
 
 
-def _lines(run: Recorded, series: Series, side: dict[int, str], words: Sequence[str], unjudged: bool) -> Figure:
+def _lines(
+    run: Recorded, series: Series, side: dict[int, str], words: Sequence[str], unjudged: bool
+) -> Figure:
     name, title, caption, label, unit = words
     top = max(float(values.max()) for _, values in series.values()) * 1.06 or 1.0
     first = min(int(rounds[0]) for rounds, _ in series.values())
@@ -87,17 +101,28 @@ def _lines(run: Recorded, series: Series, side: dict[int, str], words: Sequence[
         draw_y(scene, box, y, round_ticks(0, top), lambda v: f"{v:g}", unit)
         draw_x(scene, box, x, whole_ticks(first, end), whole, "round")
         for k, (rounds, values) in series.items():
-            tip = f"{run.names[k]}: {unit} {values[0]:.3g} in round {rounds[0]}, {values[-1]:.3g} in round {rounds[-1]}"
+            tip = (
+                f"{run.names[k]}: {unit} {values[0]:.3g} in round {rounds[0]}, "
+                f"{values[-1]:.3g} in round {rounds[-1]}"
+            )
             for stretch in _stretches(rounds):
                 shown = stretch[thinned(len(stretch), 600 if len(series) <= 50 else 150)]
                 points = [(x(int(rounds[i])), y(float(values[i]))) for i in shown]
                 if len(points) > 1:
                     scene.line(points, f"{side[k]}line", tip=tip, series=side[k])
                 else:
-                    scene.circle(*points[0], 2.5 if len(rounds) == 1 else 1.5, side[k], tip=tip, series=side[k])
+                    scene.circle(
+                        *points[0],
+                        2.5 if len(rounds) == 1 else 1.5,
+                        side[k],
+                        tip=tip,
+                        series=side[k],
+                    )
         for s, (rounds, values) in means.items():
             for stretch in _stretches(rounds):
-                points = [(x(int(rounds[i])), y(float(values[i]))) for i in stretch[thinned(len(stretch))]]
+                points = [
+                    (x(int(rounds[i])), y(float(values[i]))) for i in stretch[thinned(len(stretch))]
+                ]
                 if len(points) > 1:
                     scene.line(points, f"{s}mean", series=s)
                 else:
@@ -105,19 +130,32 @@ def _lines(run: Recorded, series: Series, side: dict[int, str], words: Sequence[
         said = {"clean": "looks clean", "noisy": "looks noisy", "unknown": "client"}
         if unjudged:  # then it is the user who said so
             said |= {"clean": "not named noisy", "noisy": "named noisy"}
-        scene.legend(box.left, box.bottom + 56, [(f"{s}mean", said[s], s) for s in SIDES if groups[s]])
+        scene.legend(
+            box.left, box.bottom + 56, [(f"{s}mean", said[s], s) for s in SIDES if groups[s]]
+        )
         return scene
 
     rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (run.names[k], side[k], len(rounds), *(f"{v:.4g}" for v in (values[0], values.mean(), values[-1])))
+        (
+            run.names[k],
+            side[k],
+            len(rounds),
+            *(f"{v:.4g}" for v in (values[0], values.mean(), values[-1])),
+        )
         for k, (rounds, values) in series.items()
     )
-    table = Table(("client", "verdict", "rounds", "first", "mean", "last"), rows, "The whole series is in clients.csv.")
+    table = Table(
+        ("client", "verdict", "rounds", "first", "mean", "last"),
+        rows,
+        "The whole series is in clients.csv.",
+    )
     return Figure(name, title, caption, label, draw, table)
 
 
 def _stretches(rounds: IntArray) -> list[IntArray]:
-    """Places of rounds that follow each other, apart from those after a round without this client."""
+    """Places of rounds that follow each other, apart from those after
+    a round without this client.
+    """
     return np.split(np.arange(len(rounds)), np.flatnonzero(np.diff(rounds) > 1) + 1)
 
 

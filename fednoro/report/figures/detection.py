@@ -1,4 +1,6 @@
-"""Figures of the detection: class losses, probabilities, the mixture, and FedCorr's noise levels."""
+"""Figures of the detection: class losses, probabilities, the
+mixture, and FedCorr's noise levels.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import math
 import numpy as np
 
 from fednoro.experiment.run_folder.recorded_run import Recorded
-from fednoro.report.axes import (
+from fednoro.report.drawing.axes import (
     Box,
     draw_x,
     draw_y,
@@ -17,10 +19,10 @@ from fednoro.report.axes import (
     short_names,
     stands_free,
 )
-from fednoro.report.figures.columns import GAP, LEAST, Grid
-from fednoro.report.figures.figure import Figure, Table, counted, is_are, listed, number
-from fednoro.report.judged import Judged
-from fednoro.report.scene import Scene, shortened, text_width
+from fednoro.report.drawing.client_grid import GAP, LEAST, Grid
+from fednoro.report.drawing.figure import Figure, Table, counted, is_are, listed, number
+from fednoro.report.drawing.scene import Scene, shortened, text_width
+from fednoro.report.recorded_verdict import Judged
 
 
 def losses(run: Recorded, found: Judged | None) -> Figure | None:
@@ -65,9 +67,9 @@ def losses(run: Recorded, found: Judged | None) -> Figure | None:
 
     held = np.isfinite(raw)
     caption = (
-        "Each column is a client, each row a class; the fuller the shade, the larger the model’s mean loss "
-        "on the labels that the client has. "
-        "First as sent, then as the mixture saw it: each class scaled from 0 to 1. "
+        "Each column is a client, each row a class; the fuller the shade, the larger the model’s "
+        "mean loss on the labels that the client has. First as sent, then as the mixture saw it: "
+        "each class scaled from 0 to 1. "
     )
     if not held.all():
         caption += f"{int((~held).sum())} of {held.size} cells are struck out: no loss was sent, "
@@ -75,8 +77,8 @@ def losses(run: Recorded, found: Judged | None) -> Figure | None:
     if groups:
         sums = np.nanmean(np.where(held, scaled, np.nan), axis=1)
         caption += (
-            f"Mean over the cells that were sent: {np.nanmean(sums[:clean]):.2f} for clients that look clean, "
-            f"{np.nanmean(sums[clean:]):.2f} for those that look noisy."
+            f"Mean over the cells that were sent: {np.nanmean(sums[:clean]):.2f} for clients that "
+            f"look clean, {np.nanmean(sums[clean:]):.2f} for those that look noisy."
         )
     rows = tuple(
         (
@@ -88,12 +90,20 @@ def losses(run: Recorded, found: Judged | None) -> Figure | None:
         for k, name in enumerate(names)
     )
     head = ("client", "verdict", *classes, *(f"{name}, normalised" for name in classes))
-    label = f"Heat map of mean losses, {len(names)} clients by {len(classes)} classes, before and after normalisation."
-    return Figure("losses", "Losses by client and class", caption, label, draw, Table(head, rows), len(names))
+    label = (
+        f"Heat map of mean losses, {len(names)} clients by {len(classes)} classes, "
+        "before and after normalisation."
+    )
+    return Figure(
+        "losses", "Losses by client and class", caption, label, draw, Table(head, rows), len(names)
+    )
 
 
 def _group_names(scene: Scene, grid: Grid, panel: int, clean: int) -> None:
-    for first, last, words in ((0, clean - 1, "looks clean"), (clean, len(grid.columns) - 1, "looks noisy")):
+    for first, last, words in (
+        (0, clean - 1, "looks clean"),
+        (clean, len(grid.columns) - 1, "looks noisy"),
+    ):
         left, right = grid.x(panel, first) - grid.step / 2, grid.x(panel, last) + grid.step / 2
         y = grid.corner(panel)[1] - 5
         style = "cleanmean" if words == "looks clean" else "noisymean"
@@ -103,18 +113,30 @@ def _group_names(scene: Scene, grid: Grid, panel: int, clean: int) -> None:
 
 
 def _cell(
-    scene: Scene, grid: Grid, panel: int, k: int, c: int, value: float, most: float, whose: str, missing: bool
+    scene: Scene,
+    grid: Grid,
+    panel: int,
+    k: int,
+    c: int,
+    value: float,
+    most: float,
+    whose: str,
+    missing: bool,
 ) -> None:
     space = 0.5 if grid.step >= 6 else 0.0
     x, y = grid.x(panel, k) - grid.step / 2 + space, grid.y(panel, c) - grid.row / 2 + 0.5
     width, height = grid.step - 2 * space, grid.row - 1
     if missing:
-        tip = f"{whose}: no loss sent" + (f", counted as {value:.2f}" if panel and math.isfinite(value) else "")
+        tip = f"{whose}: no loss sent" + (
+            f", counted as {value:.2f}" if panel and math.isfinite(value) else ""
+        )
         scene.rect(x, y, width, height, "hit", tip=tip)
         scene.line([(x + 1, y + height - 2), (x + width - 1, y + 2)], "gap")
     elif math.isfinite(value):
         alpha = min(max(value / most, 0.0), 1.0) if most else 0.0
-        scene.rect(x, y, width, height, "heat", alpha=max(alpha, 0.025), tip=f"{whose}: {value:.3f}")
+        scene.rect(
+            x, y, width, height, "heat", alpha=max(alpha, 0.025), tip=f"{whose}: {value:.3f}"
+        )
 
 
 def _shades(scene: Scene, x: float, y: float, known: bool) -> None:
@@ -164,21 +186,32 @@ def posterior(run: Recorded, found: Judged | None) -> Figure | None:
             height = y(1.0 if math.isnan(value) else value)
             scene.line([(x, y(0)), (x, height)], "link")
             radius = min(max(step * 0.32, 1.8), 6)
-            scene.dot(x, height, radius, "hollow" if math.isnan(value) else style, tip=tip, series=style)
+            scene.dot(
+                x, height, radius, "hollow" if math.isnan(value) else style, tip=tip, series=style
+            )
             if wrong[k]:
                 scene.circle(x, height, radius + 4, "ring")
             if agreement is not None:
                 scene.rect(
-                    x - step / 2 + 0.5, box.bottom + 10, step - 1, 14, "heat", alpha=max(float(agreement[k]), 0.04),
+                    x - step / 2 + 0.5,
+                    box.bottom + 10,
+                    step - 1,
+                    14,
+                    "heat",
+                    alpha=max(float(agreement[k]), 0.04),
                     tip=f"{names[k]}: {agreement[k]:.0%} of other starts of the mixture agree",
-                )  # fmt: skip
+                )
         if agreement is not None:
             scene.text(left - 7, box.bottom + 21, "agree", size=11, anchor="end")
         names_below(scene, places, short, box.bottom + strip + 4)
         entries = [("clean", "truly clean", "clean"), ("noisy", "truly noisy", "noisy")]
         if wrong.any():
             entries.append(("ring", "verdict is wrong", ""))
-        scene.legend(left, scene.height - 8, entries if truth is not None else [("unknown", "truth not known", "")])
+        scene.legend(
+            left,
+            scene.height - 8,
+            entries if truth is not None else [("unknown", "truth not known", "")],
+        )
         return scene
 
     flagged = int(found.noisy.sum())
@@ -192,12 +225,16 @@ def posterior(run: Recorded, found: Judged | None) -> Figure | None:
     if truth is not None:
         said = [shortened(names[k], 40) for k in np.flatnonzero(wrong)]
         caption += (
-            f"The verdict is wrong for {listed(said)} (ringed). " if said else "Every verdict agrees with the truth. "
+            f"The verdict is wrong for {listed(said)} (ringed). "
+            if said
+            else "Every verdict agrees with the truth. "
         )
     else:
         caption += "The truth is not known. "
     if agreement is not None:
-        caption += "The strip under the chart shows how many of nine other starting points of the mixture "
+        caption += (
+            "The strip under the chart shows how many of nine other starting points of the mixture "
+        )
         caption += "give the same verdict: the fuller, the more."
     head = (
         "client",
@@ -208,12 +245,18 @@ def posterior(run: Recorded, found: Judged | None) -> Figure | None:
     )
     rows = tuple(
         (
-            names[k], number(values[k]), "noisy" if found.noisy[order][k] else "clean",
-            *(() if truth is None or rates is None else ("noisy" if truth[k] else "clean", f"{rates[k]:.0%}")),
+            names[k],
+            number(values[k]),
+            "noisy" if found.noisy[order][k] else "clean",
+            *(
+                ()
+                if truth is None or rates is None
+                else ("noisy" if truth[k] else "clean", f"{rates[k]:.0%}")
+            ),
             *(() if agreement is None else (f"{agreement[k]:.0%}",)),
         )
         for k in range(len(names))
-    )  # fmt: skip
+    )
     label = f"Probability of being noisy for {len(names)} clients; {flagged} are above one half."
     title = "How likely each client is noisy"
     return Figure("posterior", title, caption, label, draw, Table(head, rows), len(names))
@@ -236,16 +279,35 @@ def mixture(run: Recorded, found: Judged | None) -> Figure | None:
         box = Box(46, 22, width - 10, 22 + (400 if width > 600 else 280))
         scene = Scene(width, box.bottom + 64)
         x, y = box.scales((low[0], high[0]), (low[1], high[1]))
-        draw_y(scene, box, y, round_ticks(low[1], high[1]), lambda v: f"{v:g}", _axis("second", cloud.explained[1]))
-        draw_x(scene, box, x, round_ticks(low[0], high[0]), lambda v: f"{v:g}", _axis("first", cloud.explained[0]))
+        draw_y(
+            scene,
+            box,
+            y,
+            round_ticks(low[1], high[1]),
+            lambda v: f"{v:g}",
+            _axis("second", cloud.explained[1]),
+        )
+        draw_x(
+            scene,
+            box,
+            x,
+            round_ticks(low[0], high[0]),
+            lambda v: f"{v:g}",
+            _axis("first", cloud.explained[0]),
+        )
         for side, outline in cloud.ellipses:
             scene.area([(x(a), y(b)) for a, b in outline], f"{side}area", series=side)
-        taken = {int(k): (x(cloud.points[k, 0]) - 5, y(cloud.points[k, 1]) + 4) for k in np.flatnonzero(shown)}
+        taken = {
+            int(k): (x(cloud.points[k, 0]) - 5, y(cloud.points[k, 1]) + 4)
+            for k in np.flatnonzero(shown)
+        }
         labels: list[tuple[float, float]] = []
         for k in np.flatnonzero(shown):
             style = "noisy" if found.noisy[k] else "clean"
             at = x(cloud.points[k, 0]), y(cloud.points[k, 1])
-            truth = "" if found.truth is None else f"; truly {'noisy' if found.truth[k] else 'clean'}"
+            truth = (
+                "" if found.truth is None else f"; truly {'noisy' if found.truth[k] else 'clean'}"
+            )
             tip = f"{names[k]}: looks {style}, P(noisy) = {found.posterior[k]:.3f}{truth}"
             scene.dot(*at, 5 if len(names) <= 60 else 3.5, style, tip=tip, series=style)
             if found.wrong[k]:
@@ -255,7 +317,11 @@ def mixture(run: Recorded, found: Judged | None) -> Figure | None:
             if stands_free(label, short[k], others):
                 edge = label[0] + text_width(short[k], 10) > width
                 scene.text(
-                    label[0] - (14 if edge else 0), label[1], short[k], size=10, anchor="end" if edge else "start"
+                    label[0] - (14 if edge else 0),
+                    label[1],
+                    short[k],
+                    size=10,
+                    anchor="end" if edge else "start",
                 )
                 labels.append(label)
         entries = [("clean", "looks clean", "clean"), ("noisy", "looks noisy", "noisy")]
@@ -265,8 +331,9 @@ def mixture(run: Recorded, found: Judged | None) -> Figure | None:
         return scene
 
     caption = (
-        "The clients’ normalised losses, seen along the two directions in which they differ most: "
-        f"{cloud.explained[0]:.0%} and {cloud.explained[1]:.0%} of their variance. To the right is a larger loss. "
+        "The clients’ normalised losses, seen along the two directions in which they "
+        f"differ most: {cloud.explained[0]:.0%} and {cloud.explained[1]:.0%} of their "
+        "variance. To the right is a larger loss. "
     )
     caption += (
         "Outlines are the two components of the mixture at two deviations. "
@@ -274,12 +341,23 @@ def mixture(run: Recorded, found: Judged | None) -> Figure | None:
         else "There is no mixture: no two groups were found. "
     )
     if not found.reproduced:
-        caption += "The mixture was fitted again for this figure and does not give exactly the recorded probabilities."
+        caption += (
+            "The mixture was fitted again for this figure and does not give "
+            "exactly the recorded probabilities."
+        )
     points = tuple(
-        (names[k], *map(number, cloud.points[k]), "noisy" if found.noisy[k] else "clean") for k in range(len(names))
+        (names[k], *map(number, cloud.points[k]), "noisy" if found.noisy[k] else "clean")
+        for k in range(len(names))
     )
     table = Table(("client", "first direction", "second direction", "verdict"), points)
-    return Figure("mixture", "The two groups", caption, "Scatter plot of the clients in two groups.", draw, table)
+    return Figure(
+        "mixture",
+        "The two groups",
+        caption,
+        "Scatter plot of the clients in two groups.",
+        draw,
+        table,
+    )
 
 
 def _axis(which: str, share: float) -> str:

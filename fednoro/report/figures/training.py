@@ -6,7 +6,7 @@ import numpy as np
 
 from fednoro.core.metrics import best_last
 from fednoro.experiment.run_folder.recorded_run import Recorded
-from fednoro.report.axes import (
+from fednoro.report.drawing.axes import (
     Box,
     Scale,
     draw_x,
@@ -16,9 +16,9 @@ from fednoro.report.axes import (
     short_names,
     whole_ticks,
 )
-from fednoro.report.figures.figure import Figure, Table, counted
-from fednoro.report.judged import Judged
-from fednoro.report.scene import Scene, shortened, text_width
+from fednoro.report.drawing.figure import Figure, Table, counted
+from fednoro.report.drawing.scene import Scene, shortened, text_width
+from fednoro.report.recorded_verdict import Judged
 
 LAST = 10
 POINTS = 600  # of a curve; more cannot be seen
@@ -62,15 +62,30 @@ def bacc(run: Recorded, found: Judged | None) -> Figure | None:
         for i in shown:
             tip = f"round {numbers[i]}, {run.rounds[i]['stage']}: BACC {values[i]:.2%}"
             tip += "" if chosen[i] is None else f", on the validation part {chosen[i]:.2%}"
-            scene.circle(x(numbers[i]), y(values[i]), 6 if len(values) < 120 else 3, "hit", tip=tip, series="bacc")
+            scene.circle(
+                x(numbers[i]),
+                y(values[i]),
+                6 if len(values) < 120 else 3,
+                "hit",
+                tip=tip,
+                series="bacc",
+            )
         scene.circle(
-            x(numbers[at]), y(best), 5, "accent", tip=f"Best: {best:.2%} in round {numbers[at]}", series="bacc"
+            x(numbers[at]),
+            y(best),
+            5,
+            "accent",
+            tip=f"Best: {best:.2%} in round {numbers[at]}",
+            series="bacc",
         )
         right, below = x(numbers[at]) > width - 120, y(best) < box.top + 26
         scene.text(
-            x(numbers[at]) + (6 if not right else 0), y(best) + (20 if below else -9), f"Best {best:.2%}", "strong",
+            x(numbers[at]) + (6 if not right else 0),
+            y(best) + (20 if below else -9),
+            f"Best {best:.2%}",
+            "strong",
             anchor="end" if right else "start",
-        )  # fmt: skip
+        )
         entries = [
             ("curve", "BACC on the test set", "bacc"),
             ("span", f"Last {last:.2%}: mean of {len(tail)} rounds", "last"),
@@ -82,20 +97,27 @@ def bacc(run: Recorded, found: Judged | None) -> Figure | None:
 
     caption = (
         "Balanced accuracy: the mean over classes of the share of test images that is recognised. "
-        f"Best is {best:.2%} (round {numbers[at]}), Last {last:.2%} (mean of the last {min(LAST, len(values))} rounds) "
-        f"and final {final:.2%}. Best is chosen on the test set and therefore flatters; Last does not."
+        f"Best is {best:.2%} (round {numbers[at]}), Last {last:.2%} (mean of the last "
+        f"{min(LAST, len(values))} rounds) and final {final:.2%}. Best is chosen on the test set "
+        "and therefore flatters; Last does not."
     )
     rows = tuple(
         (
             r["round"],
             r["stage"],
             f"{r['bacc']:.4f}",
-            *(f"{r[k]:.4f}" if r[k] is not None else "–" for k in ("validation_bacc", "loss", "train_loss")),
+            *(
+                f"{r[k]:.4f}" if r[k] is not None else "–"
+                for k in ("validation_bacc", "loss", "train_loss")
+            ),
         )
         for r in run.rounds
     )
     head = ("round", "stage", "BACC", "validation BACC", "test loss", "training loss")
-    label = f"Line chart of balanced accuracy over {len(values)} rounds, from {values[0]:.0%} to {final:.0%}."
+    label = (
+        f"Line chart of balanced accuracy over {len(values)} rounds, from "
+        f"{values[0]:.0%} to {final:.0%}."
+    )
     return Figure("bacc", "Balanced accuracy", caption, label, draw, Table(head, rows))
 
 
@@ -111,7 +133,9 @@ def stage_bands(scene: Scene, run: Recorded, box: Box, x: Scale) -> None:
             scene.line([(left, box.top), (left, box.bottom)], "grid")
         room = int((right - left) / text_width("n", 11))
         if room >= 6:
-            scene.text((left + right) / 2, box.top - 9, shortened(name, room), anchor="middle", size=11)
+            scene.text(
+                (left + right) / 2, box.top - 9, shortened(name, room), anchor="middle", size=11
+            )
 
 
 def ramp(run: Recorded, found: Judged | None) -> Figure | None:
@@ -121,7 +145,11 @@ def ramp(run: Recorded, found: Judged | None) -> Figure | None:
     values = run.ledger.series("lam")
     if not values:
         return None
-    by_round = {int(r): float(v) for rounds, lams in values.values() for r, v in zip(rounds, lams, strict=True)}
+    by_round = {
+        int(r): float(v)
+        for rounds, lams in values.values()
+        for r, v in zip(rounds, lams, strict=True)
+    }
     rounds = sorted(by_round)
     end = max(run.planned, rounds[-1])
     top = max(max(by_round.values()), 0.1)
@@ -139,9 +167,9 @@ def ramp(run: Recorded, found: Judged | None) -> Figure | None:
         return scene
 
     caption = (
-        "How much clients that look noisy learn from the global model’s answers instead of from their own labels. "
-        f"λ begins at {by_round[rounds[0]]:.2f} in round {rounds[0]} "
-        f"and is {by_round[rounds[-1]]:.2f} in round {rounds[-1]}."
+        "How much clients that look noisy learn from the global model’s answers instead of from "
+        f"their own labels. λ begins at {by_round[rounds[0]]:.2f} in round {rounds[0]} and is "
+        f"{by_round[rounds[-1]]:.2f} in round {rounds[-1]}."
     )
     table = Table(("round", "λ"), tuple((r, f"{by_round[r]:.4f}") for r in rounds))
     return Figure("ramp", "The ramp of λ", caption, f"λ rises to {top:.2f}.", draw, table)
@@ -171,13 +199,18 @@ def time(run: Recorded, found: Judged | None) -> Figure | None:
 
     caption = (
         f"The {counted(len(run.rounds), 'round')} took {duration(total)}, "
-        f"{duration(total / len(run.rounds))} each on average. "
-        "Preparation, and exchanges between rounds such as scoring, are not among them."
+        f"{duration(total / len(run.rounds))} each on average. Preparation, and exchanges between "
+        "rounds such as scoring, are not among them."
     )
     rows = tuple((n, f"{a} to {b}", f"{s:.2f}", f"{s / (b - a + 1):.3f}") for n, a, b, s in stages)
     table = Table(("stage", "rounds", "seconds", "seconds a round"), rows)
     return Figure(
-        "time", "Time by stage", caption, f"Bars of seconds for {counted(len(stages), 'stage')}.", draw, table
+        "time",
+        "Time by stage",
+        caption,
+        f"Bars of seconds for {counted(len(stages), 'stage')}.",
+        draw,
+        table,
     )
 
 

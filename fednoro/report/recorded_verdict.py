@@ -1,7 +1,9 @@
-"""What was decided about the clients, and how firmly: the recorded verdicts and the mixture behind them.
+"""What was decided about the clients, and how firmly: the recorded verdicts
+and the mixture behind them.
 
-detection.json has the class losses, not the mixture. The same losses, options and seed give the same mixture, so it is
-fitted again, and whether it gives the recorded probabilities is checked, not assumed.
+detection.json has the class losses, not the mixture. The same losses, options and seed
+give the same mixture, so it is fitted again, and whether it gives the recorded
+probabilities is checked, not assumed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Mixture:
 
     points: FloatArray  # K×2; NaN for a client that could not be scored
     explained: tuple[float, float]  # share of the variance along each direction
-    ellipses: tuple[tuple[str, FloatArray], ...]  # clean or noisy, and the outline at two deviations, N×2
+    # clean or noisy, and the outline at two deviations, N×2
+    ellipses: tuple[tuple[str, FloatArray], ...]
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,21 @@ class Judged:
     reason: str
     truth: BoolArray | None
     rates: FloatArray | None  # true share of wrong labels
-    losses: FloatArray | None  # K×C, NaN where a class is not held or withheld; None for methods without class losses
+    # K×C, NaN where a class is not held or withheld; None for methods without class losses
+    losses: FloatArray | None
     counts: IntArray | None
     normalised: FloatArray | None
     mixture: Mixture | None
     reproduced: bool  # the mixture fitted again gives the recorded probabilities
-    agreement: FloatArray | None  # K; share of other starts of the mixture that judge the client the same
+    # K; share of other starts of the mixture that judge the client the same
+    agreement: FloatArray | None
     level: FloatArray | None  # FedCorr's estimate of the share of wrong labels
     explained: FloatArray | None  # FedNoRo+: share of its labels that a client can explain
     error: FloatArray | None  # how badly heads that are learnt from the others part its labels
     doubt: FloatArray | None  # both together
-    cut: float | None  # above which a client is flagged for its doubt, or below which for its share where there is none
+    # above which a client is flagged for its doubt, or below which for
+    # its share where there is none
+    cut: float | None
     marked: str  # what the verdict was made from
 
     @property
@@ -60,7 +67,9 @@ class Judged:
     def order(self) -> IntArray:
         """Clean first, then noisy, each by its mean normalised loss or its probability."""
         if self.normalised is not None:
-            key = np.nan_to_num(np.nanmean(np.where(np.isfinite(self.normalised), self.normalised, 0), axis=1))
+            key = np.nan_to_num(
+                np.nanmean(np.where(np.isfinite(self.normalised), self.normalised, 0), axis=1)
+            )
         else:
             key = np.nan_to_num(self.posterior, nan=2.0)
         return np.lexsort((key, self.noisy))
@@ -72,13 +81,18 @@ def judged(run: Recorded) -> Judged | None:
         return None
     rows = dict(sorted(run.detection["clients"].items(), key=lambda item: int(item[0])))
     clients = np.array([int(k) for k in rows], dtype=np.int64)
-    posterior = np.array([np.nan if row["posterior"] is None else row["posterior"] for row in rows.values()])
+    posterior = np.array(
+        [np.nan if row["posterior"] is None else row["posterior"] for row in rows.values()]
+    )
     noisy = np.array([row["noisy"] for row in rows.values()], dtype=bool)
     held = run.holdings
     losses, counts = _tables(rows, len(run.classes))
     detector = None if losses is None else _fitted(run, rows)
     normalised = _on_its_scale(detector, losses)
-    marks = {name: _column([row.get(name) for row in rows.values()]) for name in ("mu", "explained", "error", "doubt")}
+    marks = {
+        name: _column([row.get(name) for row in rows.values()])
+        for name in ("mu", "explained", "error", "doubt")
+    }
     cut = run.detection.get("cut")
     return Judged(
         clients=clients,
@@ -103,7 +117,8 @@ def judged(run: Recorded) -> Judged | None:
 
 
 def _column(values: list[float | None]) -> FloatArray | None:
-    return None if all(value is None for value in values) else np.array(values, dtype=np.float64)  # None becomes NaN
+    # None becomes NaN
+    return None if all(value is None for value in values) else np.array(values, dtype=np.float64)
 
 
 def _marked(losses: bool, marks: Mapping[str, FloatArray | None]) -> str:
@@ -112,13 +127,21 @@ def _marked(losses: bool, marks: Mapping[str, FloatArray | None]) -> str:
     if marks["mu"] is not None:
         return "the dimension of their predictions (LID)"
     if marks["doubt"] is not None:
-        return "how much of their labels they can explain, and how far other clients’ models agree with them"
-    return "how much of their labels they can explain" if marks["explained"] is not None else "the method’s own mark"
+        return (
+            "how much of their labels they can explain, and how far other "
+            "clients’ models agree with them"
+        )
+    return (
+        "how much of their labels they can explain"
+        if marks["explained"] is not None
+        else "the method’s own mark"
+    )
 
 
 def _tables(rows: dict[str, Any], classes: int) -> tuple[FloatArray | None, IntArray | None]:
     try:
-        losses = np.array([row["losses"] for row in rows.values()], dtype=np.float64)  # None becomes NaN
+        # None becomes NaN
+        losses = np.array([row["losses"] for row in rows.values()], dtype=np.float64)
         counts = np.array([row["counts"] for row in rows.values()], dtype=np.int64)
     except (KeyError, ValueError, TypeError):
         return None, None
@@ -128,7 +151,9 @@ def _tables(rows: dict[str, Any], classes: int) -> tuple[FloatArray | None, IntA
 
 
 def _fitted(run: Recorded, rows: dict[str, Any]) -> Any:
-    """The detector as the run fitted it: to those scored first, or later where they did not form two groups."""
+    """The detector as the run fitted it: to those scored first, or later where
+    they did not form two groups.
+    """
     from fednoro.detection.mixture_detector import NoisyClientDetector
 
     behaviour = run.option("method", "detector") or run.option("method", "behaviour")
@@ -158,12 +183,16 @@ def _on_its_scale(detector: Any, losses: FloatArray | None) -> FloatArray | None
         return None
     filled = np.where(np.isnan(losses), detector.low_, losses)
     span = detector.high_ - detector.low_
-    scaled: FloatArray = np.divide(filled - detector.low_, span, out=np.zeros_like(filled), where=span > 0)
+    scaled: FloatArray = np.divide(
+        filled - detector.low_, span, out=np.zeros_like(filled), where=span > 0
+    )
     scaled[~np.isfinite(losses).any(axis=1)] = np.nan
     return scaled
 
 
-def _same(detector: Any, losses: FloatArray | None, counts: IntArray | None, posterior: FloatArray) -> bool:
+def _same(
+    detector: Any, losses: FloatArray | None, counts: IntArray | None, posterior: FloatArray
+) -> bool:
     if detector is None or losses is None:
         return False
     with warnings.catch_warnings():
@@ -181,7 +210,9 @@ def _agreement(detector: Any, normalised: FloatArray, noisy: BoolArray) -> Float
         return None
     same = np.zeros(len(noisy))
     for seed in range(1, OTHER_STARTS + 1):
-        other = NoisyClientDetector("paper", detector.covariance, normalise=False, seed=detector.seed + 1000 * seed)
+        other = NoisyClientDetector(
+            "paper", detector.covariance, normalise=False, seed=detector.seed + 1000 * seed
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             verdicts, _ = other.fit(points).predict(normalised)
@@ -190,14 +221,17 @@ def _agreement(detector: Any, normalised: FloatArray, noisy: BoolArray) -> Float
 
 
 def _directions(detector: Any, normalised: FloatArray) -> Mixture | None:
-    """Principal directions of the scored clients, and each component's covariance seen along them."""
+    """Principal directions of the scored clients, and each
+    component's covariance seen along them.
+    """
     scored = np.isfinite(normalised).all(axis=1)
     if scored.sum() < 2:
         return None
     centre = normalised[scored].mean(axis=0)
     _, deviations, axes = np.linalg.svd(normalised[scored] - centre, full_matrices=False)
     axes = np.vstack([axes, np.zeros((2, axes.shape[1]))])[:2]
-    axes = axes * np.where(axes.sum(axis=1, keepdims=True) < 0, -1.0, 1.0)  # to the right is a larger loss
+    # to the right is a larger loss
+    axes = axes * np.where(axes.sum(axis=1, keepdims=True) < 0, -1.0, 1.0)
     total = float((deviations**2).sum()) or 1.0
     shares = np.append(deviations**2, [0.0, 0.0])[:2] / total
     ellipses = []
@@ -208,6 +242,12 @@ def _directions(detector: Any, normalised: FloatArray) -> Mixture | None:
             values, vectors = np.linalg.eigh(covariance)
             angle = np.linspace(0, 2 * np.pi, 61)
             circle = np.stack([np.cos(angle), np.sin(angle)])
-            outline = mean[:, None] + 2 * vectors @ (np.sqrt(np.maximum(values, 0))[:, None] * circle)
-            ellipses.append(("noisy" if component == detector.noisy_component_ else "clean", outline.T))
-    return Mixture((normalised - centre) @ axes.T, (float(shares[0]), float(shares[1])), tuple(ellipses))
+            outline = mean[:, None] + 2 * vectors @ (
+                np.sqrt(np.maximum(values, 0))[:, None] * circle
+            )
+            ellipses.append(
+                ("noisy" if component == detector.noisy_component_ else "clean", outline.T)
+            )
+    return Mixture(
+        (normalised - centre) @ axes.T, (float(shares[0]), float(shares[1])), tuple(ellipses)
+    )

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from fednoro.core.files import disk_errors, write_whole
 from fednoro.core.types import UserError
 from fednoro.experiment.run_folder.recorded_run import read
+from fednoro.report.drawing.figure import NARROW, WIDE
+from fednoro.report.drawing.scene import Mark, Scene, corners
 from fednoro.report.figures import figures
-from fednoro.report.figures.figure import NARROW, WIDE
-from fednoro.report.judged import judged
-from fednoro.report.palette import HEAT_STEPS, LIGHT, STYLES, Style, on_heat
-from fednoro.report.scene import Mark, Scene, corners
+from fednoro.report.recorded_verdict import judged
+from fednoro.report.web.palette import HEAT_STEPS, LIGHT, STYLES, Style, on_heat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,13 +30,21 @@ ON_PAPER = {
 
 
 def save_all(
-    run: str | Path, to: Path, formats: tuple[str, ...] = FORMATS, only: tuple[str, ...] = (), column: bool = False
+    run: str | Path,
+    to: Path,
+    formats: tuple[str, ...] = FORMATS,
+    only: tuple[str, ...] = (),
+    column: bool = False,
 ) -> list[Path]:
-    """Writes every figure of a run, or those named in `only`; `column` makes them as wide as one of two columns."""
+    """Writes every figure of a run, or those named in `only`; `column` makes them
+    as wide as one of two columns.
+    """
     recorded = read(run)
     made = {figure.id: figure for _, figure in figures(recorded, judged(recorded))}
     if unknown := sorted(set(only) - set(made)):
-        raise UserError(f"this run has no figure {unknown[0]!r}: it has {', '.join(made) or 'none'}")
+        raise UserError(
+            f"this run has no figure {unknown[0]!r}: it has {', '.join(made) or 'none'}"
+        )
     with disk_errors(to):
         to.mkdir(parents=True, exist_ok=True)
     written = []
@@ -62,7 +70,8 @@ def drawn(scene: Scene, kind: str, dpi: int = 300) -> bytes:
         "font.family": "DejaVu Sans",
     }
     with matplotlib.rc_context(sure), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in letters that the font does not have
+        # a name in letters that the font does not have
+        warnings.filterwarnings("ignore", "Glyph .* missing")
         figure = Figure((scene.width / PIXELS_PER_INCH, scene.height / PIXELS_PER_INCH))
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, scene.width), ylim=(scene.height, 0))
@@ -86,7 +95,14 @@ def _draw(axes: Axes, mark: Mark, order: int) -> None:
     if mark.kind == "line":
         colour = ON_PAPER[style.stroke or "ink"]
         xs, ys = zip(*mark.points, strict=True)
-        line = Line2D(xs, ys, color=colour, alpha=style.opacity, zorder=order, linewidth=style.width * POINTS_PER_PIXEL)
+        line = Line2D(
+            xs,
+            ys,
+            color=colour,
+            alpha=style.opacity,
+            zorder=order,
+            linewidth=style.width * POINTS_PER_PIXEL,
+        )
         line.set(linestyle=_dashes(style), solid_capstyle="butt", dash_capstyle="butt")
         axes.add_line(line)
         return
@@ -130,7 +146,15 @@ def _dashes(style: Style) -> Any:
 def _write(axes: Axes, mark: Mark, style: Style, order: int) -> None:
     align = {"start": "left", "middle": "center", "end": "right"}[mark.anchor]
     axes.text(
-        *mark.points[0], mark.text, color=ON_PAPER[style.fill or "ink"], fontsize=mark.size * POINTS_PER_PIXEL * 0.93,
-        ha=align, va="baseline", rotation=-mark.turn, rotation_mode="anchor", zorder=order, parse_math=False,
+        *mark.points[0],
+        mark.text,
+        color=ON_PAPER[style.fill or "ink"],
+        fontsize=mark.size * POINTS_PER_PIXEL * 0.93,
+        ha=align,
+        va="baseline",
+        rotation=-mark.turn,
+        rotation_mode="anchor",
+        zorder=order,
+        parse_math=False,
         fontweight="bold" if style.bold else "normal",
-    )  # fmt: skip
+    )

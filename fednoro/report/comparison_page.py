@@ -1,4 +1,6 @@
-"""A comparison as a page: curves with their spread, the table, and differences with their intervals."""
+"""A comparison as a page: curves with their spread, the table, and
+differences with their intervals.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ import math
 import numpy as np
 
 from fednoro.core.types import FloatArray
-from fednoro.report.axes import Box, draw_x, draw_y, percent, round_ticks, whole_ticks
-from fednoro.report.compare import CONFIDENCE, MEASURES, Comparison, Difference, Group, interval
-from fednoro.report.figures.figure import Cell, Figure, Table, counted, listed
+from fednoro.report.comparison import CONFIDENCE, MEASURES, Comparison, Difference, Group, interval
+from fednoro.report.drawing.axes import Box, draw_x, draw_y, percent, round_ticks, whole_ticks
+from fednoro.report.drawing.figure import Cell, Figure, Table, counted, listed
+from fednoro.report.drawing.scene import Scene, shortened
 from fednoro.report.figures.training import thinned, whole
 from fednoro.report.page import drawing, page
-from fednoro.report.palette import SERIES
-from fednoro.report.scene import Scene, shortened
+from fednoro.report.web.palette import SERIES
 
 LETTERS = 34  # of a group's label in a figure
 
@@ -44,7 +46,15 @@ def summary(found: Comparison) -> Table:
 
 def difference_table(found: Comparison) -> Table:
     """Paired differences in percentage points."""
-    head = ("group", "against", "BACC", "pairs", "mean difference", "std", f"{CONFIDENCE:.0%} interval")
+    head = (
+        "group",
+        "against",
+        "BACC",
+        "pairs",
+        "mean difference",
+        "std",
+        f"{CONFIDENCE:.0%} interval",
+    )
     return Table(head, tuple(_row(item) for item in found.differences))
 
 
@@ -55,16 +65,33 @@ def mean_std(values: FloatArray) -> str:
 
 def _row(item: Difference) -> tuple[str | int, ...]:
     std = "–" if math.isnan(item.std) else f"{100 * item.std:.2f}"
-    between = "one pair has no spread" if math.isnan(item.low) else f"{100 * item.low:+.2f} to {100 * item.high:+.2f}"
-    return item.group, item.against, item.measure.capitalize(), len(item.pairs), f"{100 * item.mean:+.2f}", std, between
+    between = (
+        "one pair has no spread"
+        if math.isnan(item.low)
+        else f"{100 * item.low:+.2f} to {100 * item.high:+.2f}"
+    )
+    return (
+        item.group,
+        item.against,
+        item.measure.capitalize(),
+        len(item.pairs),
+        f"{100 * item.mean:+.2f}",
+        std,
+        between,
+    )
 
 
 def _headline(found: Comparison) -> str:
     runs = sum(len(group.runs) for group in found.groups)
     start = f"{counted(runs, 'run')} in {counted(len(found.groups), 'group')}."
-    clear = [item for item in found.differences if item.measure == "last" and (item.low > 0 or item.high < 0)]
+    clear = [
+        item
+        for item in found.differences
+        if item.measure == "last" and (item.low > 0 or item.high < 0)
+    ]
     said = [
-        f"{item.group} is {100 * abs(item.mean):.1f} points {'above' if item.mean > 0 else 'below'} {item.against}"
+        f"{item.group} is {100 * abs(item.mean):.1f} points "
+        f"{'above' if item.mean > 0 else 'below'} {item.against}"
         for item in clear
     ]
     if said:
@@ -92,20 +119,30 @@ def curves(found: Comparison) -> Figure:
             lower = [(x(int(rounds[j])), y(max(float(mean[j] - std[j]), low))) for j in shown]
             if std.any():
                 scene.area([*upper, *reversed(lower)], f"spread{i % SERIES + 1}", series=key)
-            scene.line([(x(int(rounds[j])), y(float(mean[j]))) for j in shown], f"series{i % SERIES + 1}", series=key)
+            scene.line(
+                [(x(int(rounds[j])), y(float(mean[j]))) for j in shown],
+                f"series{i % SERIES + 1}",
+                series=key,
+            )
         for i, (rounds, mean, std) in enumerate(series):
             for j in thinned(len(rounds)):
-                tip = f"{found.groups[i].label}, round {rounds[j]}: {mean[j]:.2%} ± {100 * std[j]:.2f}"
-                scene.circle(x(int(rounds[j])), y(float(mean[j])), 5, "hit", tip=tip, series=f"g{i}")
+                tip = (
+                    f"{found.groups[i].label}, round {rounds[j]}: "
+                    f"{mean[j]:.2%} ± {100 * std[j]:.2f}"
+                )
+                scene.circle(
+                    x(int(rounds[j])), y(float(mean[j])), 5, "hit", tip=tip, series=f"g{i}"
+                )
         entries = [
-            (f"series{i % SERIES + 1}", shortened(g.label, LETTERS), f"g{i}") for i, g in enumerate(found.groups)
+            (f"series{i % SERIES + 1}", shortened(g.label, LETTERS), f"g{i}")
+            for i, g in enumerate(found.groups)
         ]
         scene.legend(box.left, box.bottom + 56, entries)
         return scene
 
     caption = (
-        "Balanced accuracy on the test set: the mean over the seeds of a group; "
-        "shading is one standard deviation to either side."
+        "Balanced accuracy on the test set: the mean over the seeds of a group; shading is one "
+        "standard deviation to either side."
     )
     rows = tuple(
         (group.label, int(rounds[j]), f"{mean[j]:.4f}", f"{std[j]:.4f}")
@@ -113,20 +150,33 @@ def curves(found: Comparison) -> Figure:
         for j in thinned(len(rounds))
     )
     label = f"Balanced accuracy over rounds of {counted(len(series), 'group')}."
-    return Figure("curves", "Balanced accuracy", caption, label, draw, Table(("group", "round", "mean", "std"), rows))
+    return Figure(
+        "curves",
+        "Balanced accuracy",
+        caption,
+        label,
+        draw,
+        Table(("group", "round", "mean", "std"), rows),
+    )
 
 
 def _series(group: Group) -> tuple[FloatArray, FloatArray, FloatArray]:
     length = min(len(run.rounds) for run in group.runs.values())
     table = np.array([run.bacc[:length] for run in group.runs.values()])
     std = table.std(axis=0, ddof=1) if len(table) > 1 else np.zeros(length)
-    return next(iter(group.runs.values())).numbers[:length].astype(np.float64), table.mean(axis=0), std
+    return (
+        next(iter(group.runs.values())).numbers[:length].astype(np.float64),
+        table.mean(axis=0),
+        std,
+    )
 
 
 def differences(found: Comparison) -> Figure:
     """Each seed's difference, their mean, and its interval."""
     items = found.differences
-    ends = [100 * v for d in items for v in (*d.pairs.values(), d.low, d.high, 0.0) if math.isfinite(v)]
+    ends = [
+        100 * v for d in items for v in (*d.pairs.values(), d.low, d.high, 0.0) if math.isfinite(v)
+    ]
     low, high = min(ends), max(ends)
     margin = max((high - low) * 0.06, 0.1)
 
@@ -137,40 +187,66 @@ def differences(found: Comparison) -> Figure:
         for tick in round_ticks(low - margin, high + margin):
             scene.line([(x(tick), box.top), (x(tick), box.bottom)], "grid")
         scene.line([(x(0), box.top), (x(0), box.bottom)], "axis")
-        draw_x(scene, box, x, round_ticks(low - margin, high + margin), lambda v: f"{v:+g}" if v else "0", "points")
+        draw_x(
+            scene,
+            box,
+            x,
+            round_ticks(low - margin, high + margin),
+            lambda v: f"{v:+g}" if v else "0",
+            "points",
+        )
         for i, item in enumerate(items):
             y = box.top + 46 * i + 32
             letters = int((width - 24) / 6.8)
             scene.text(
                 box.left,
                 y - 15,
-                shortened(f"{item.measure.capitalize()}: {item.group} against {item.against}", letters),
+                shortened(
+                    f"{item.measure.capitalize()}: {item.group} against {item.against}", letters
+                ),
                 "name",
             )
             if math.isfinite(item.low):
-                scene.line([(x(100 * item.low), y), (x(100 * item.high), y)], "curve", series="mean")
+                scene.line(
+                    [(x(100 * item.low), y), (x(100 * item.high), y)], "curve", series="mean"
+                )
             for seed, value in item.pairs.items():
                 scene.circle(
-                    x(100 * value), y, 3.5, "hollow", tip=f"seed {seed}: {100 * value:+.2f} points", series="seeds"
+                    x(100 * value),
+                    y,
+                    3.5,
+                    "hollow",
+                    tip=f"seed {seed}: {100 * value:+.2f} points",
+                    series="seeds",
                 )
-            tip = f"mean of {counted(len(item.pairs), 'pair')}: {_row(item)[4]} points ({_row(item)[6]})"
+            tip = (
+                f"mean of {counted(len(item.pairs), 'pair')}: "
+                f"{_row(item)[4]} points ({_row(item)[6]})"
+            )
             scene.circle(x(100 * item.mean), y, 5.5, "accent", tip=tip, series="mean")
         scene.legend(
             box.left,
             box.bottom + 54,
-            [("accent", f"mean, {CONFIDENCE:.0%} interval", "mean"), ("hollow", "one seed", "seeds")],
+            [
+                ("accent", f"mean, {CONFIDENCE:.0%} interval", "mean"),
+                ("hollow", "one seed", "seeds"),
+            ],
         )
         return scene
 
     few = min(len(item.pairs) for item in items)
     caption = (
-        "Differences between runs with the same seed and the very same clients, labels and test images, "
-        "in percentage points. "
-        f"The interval is Student’s t over the pairs (at least {few}); "
-        "it takes the seeds for a sample of all seeds, not of all data sets. "
-        "Several intervals at once will miss more often than each alone."
+        "Differences between runs with the same seed and the very same clients, labels and test "
+        "images, in percentage points. The interval is Student’s t over the pairs (at least "
+        f"{few}); it takes the seeds for a sample of all seeds, not of all data sets. Several "
+        "intervals at once will miss more often than each alone."
     )
     table = difference_table(found)
     return Figure(
-        "differences", "Differences, paired by seed", caption, "Paired differences with intervals.", draw, table
+        "differences",
+        "Differences, paired by seed",
+        caption,
+        "Paired differences with intervals.",
+        draw,
+        table,
     )

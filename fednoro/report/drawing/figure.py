@@ -1,4 +1,6 @@
-"""What every figure is: a drawing at any width, a caption in words, and the same numbers as a table."""
+"""What every figure is: a drawing at any width, a caption in words, and
+the same numbers as a table.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fednoro.report.scene import Scene, shortened
+from fednoro.report.drawing.scene import Scene, shortened
 
 WIDE, NARROW = 932.0, 344.0  # what a desk and a phone have room for
 

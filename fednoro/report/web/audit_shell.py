@@ -1,4 +1,6 @@
-"""What both documents share: escaping templates, one stylesheet, one script that the browser checks by its hash."""
+"""What both documents share: escaping templates, one stylesheet, one script that
+the browser checks by its hash.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fednoro.report.palette import DARK, LIGHT
+from fednoro.report.web.palette import DARK, LIGHT
 
-# Beside the report's colours: the edges of controls (3:1 on paper), and the ground of a row that was changed.
+# Beside the report's colours: the edges of controls (3:1 on paper), and the ground
+# of a row that was changed.
 THEMES = {
     "light": {**LIGHT, "edge": "#7d868d", "wash": "#e2eef1"},
     "dark": {**DARK, "edge": "#7c868e", "wash": "#1d333b"},
@@ -24,20 +27,25 @@ def render(template: str, **values: Any) -> bytes:
     """A self-contained HTML file; every value is escaped."""
     script = _text("audit.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # The browser then runs this script alone and asks nobody for anything, whatever a name may contain.
+    # The browser then runs this script alone and asks nobody for anything,
+    # whatever a name may contain.
     policy = (
-        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        "base-uri 'none'; form-action 'none'"
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src "
+        f"'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     )
     style = Markup(_colours() + _text("audit.css"))
-    html = _environment().get_template(template).render(policy=policy, style=style, script=Markup(script), **values)
+    html = (
+        _environment()
+        .get_template(template)
+        .render(policy=policy, style=style, script=Markup(script), **values)
+    )
     return html.encode()
 
 
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("fednoro.audit"),
+        loader=PackageLoader("fednoro.report.web", "templates/audit"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -49,7 +57,9 @@ def _environment() -> Environment:
 
 @cache
 def _colours() -> str:
-    """Both themes as custom properties: as the system prefers, or as chosen; print is always light."""
+    """Both themes as custom properties: as the system prefers, or as
+    chosen; print is always light.
+    """
     light, dark = (
         f"color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in theme.items())
         for name, theme in THEMES.items()
@@ -62,7 +72,7 @@ def _colours() -> str:
 
 @cache
 def _text(name: str) -> str:
-    return (files("fednoro") / "audit" / "templates" / name).read_text(encoding="utf-8")
+    return (files("fednoro.report.web") / "templates" / "audit" / name).read_text(encoding="utf-8")
 
 
 def percent(share: float) -> str:
@@ -71,5 +81,7 @@ def percent(share: float) -> str:
 
 
 def plain(text: str) -> str:
-    """A name on one line, without what would steer a terminal or turn the direction of writing round."""
+    """A name on one line, without what would steer a terminal or turn
+    the direction of writing round.
+    """
     return "".join(char if char.isprintable() else "�" for char in text) or "(no name)"

@@ -34,8 +34,14 @@ class Group:
 
     @property
     def exact(self) -> tuple[int, int] | None:
-        """In how many runs exactly the noisy clients were flagged, of how many where that can be known."""
-        known = [run.detection["exact"] for run in self.runs.values() if run.detection and "exact" in run.detection]
+        """In how many runs exactly the noisy clients were flagged, of how
+        many where that can be known.
+        """
+        known = [
+            run.detection["exact"]
+            for run in self.runs.values()
+            if run.detection and "exact" in run.detection
+        ]
         return (sum(map(bool, known)), len(known)) if known else None
 
 
@@ -68,7 +74,9 @@ def scores(run: Recorded) -> dict[str, float]:
 
 
 def compare(folders: Sequence[str | Path], against: str | None = None) -> Comparison:
-    """Groups the runs and takes the differences of every group to the first, or to the one labelled `against`."""
+    """Groups the runs and takes the differences of every group to the first, or
+    to the one labelled `against`.
+    """
     remarks: list[str] = []
     runs = [run for run in map(read, folders) if _usable(run, remarks)]
     if not runs:
@@ -78,7 +86,9 @@ def compare(folders: Sequence[str | Path], against: str | None = None) -> Compar
     if against is not None and against not in labels:
         raise UserError(f"--against must be one of {', '.join(labels)}; got {against!r}")
     base = groups[0 if against is None else labels.index(against)]
-    differences = [found for group in groups if group is not base for found in paired(group, base, remarks)]
+    differences = [
+        found for group in groups if group is not base for found in paired(group, base, remarks)
+    ]
     return Comparison(tuple(groups), tuple(differences), tuple(remarks))
 
 
@@ -98,24 +108,39 @@ def _usable(run: Recorded, remarks: list[str]) -> bool:
 def _grouped(runs: Sequence[Recorded]) -> list[Group]:
     found: dict[tuple[tuple[str, str], ...], dict[int, Recorded]] = {}
     for run in runs:
-        facts = tuple(sorted((key, str(value)) for key, value in flattened(run.config).items() if key not in APART))
+        facts = tuple(
+            sorted(
+                (key, str(value))
+                for key, value in flattened(run.config).items()
+                if key not in APART
+            )
+        )
         seeds = found.setdefault(facts, {})
         seed = run.config["seed"]
         if seed in seeds:
             raise UserError(
-                f"{seeds[seed].path} and {run.path} are the same experiment with the same seed: give one of them"
+                f"{seeds[seed].path} and {run.path} are the same experiment with "
+                "the same seed: give one of them"
             )
         seeds[seed] = run
     labels = _labels([dict(facts) for facts in found])
-    return [Group(label, dict(sorted(seeds.items()))) for label, seeds in zip(labels, found.values(), strict=True)]
+    return [
+        Group(label, dict(sorted(seeds.items())))
+        for label, seeds in zip(labels, found.values(), strict=True)
+    ]
 
 
 def _labels(groups: Sequence[dict[str, str]]) -> list[str]:
-    """The method's name and what else tells the groups apart; a part's own options only among its own kind."""
+    """The method's name and what else tells the groups apart; a part's own
+    options only among its own kind.
+    """
     labels: list[list[str]] = []
     for group in groups:
         shown = []
-        for key in sorted({key for other in groups for key in other}, key=lambda key: (not key.endswith(".name"), key)):
+        for key in sorted(
+            {key for other in groups for key in other},
+            key=lambda key: (not key.endswith(".name"), key),
+        ):
             kind = f"{key.partition('.')[0]}.name"
             among = [other for other in groups if key == kind or other.get(kind) == group.get(kind)]
             if key != "method.name" and len({other.get(key) for other in among}) > 1:
@@ -123,28 +148,39 @@ def _labels(groups: Sequence[dict[str, str]]) -> list[str]:
                 shown.append(f"{name}={group[key]}" if key in group else f"no {name}")
         labels.append([group.get("method.name", "unknown"), *shown])
     short = [_short(parts) for parts in labels]
-    return [", ".join(parts) if short.count(label) > 1 else label for parts, label in zip(labels, short, strict=True)]
+    return [
+        ", ".join(parts) if short.count(label) > 1 else label
+        for parts, label in zip(labels, short, strict=True)
+    ]
 
 
 def _short(parts: Sequence[str]) -> str:
     """The first of so many differences, by far the most telling ones."""
-    kept = [part for i, part in enumerate(parts) if i == 0 or len(", ".join(parts[: i + 1])) <= LONGEST]
+    kept = [
+        part for i, part in enumerate(parts) if i == 0 or len(", ".join(parts[: i + 1])) <= LONGEST
+    ]
     more = len(parts) - len(kept)
-    return ", ".join([*kept, f"{more} more {'difference' if more == 1 else 'differences'}"] if more else kept)
+    return ", ".join(
+        [*kept, f"{more} more {'difference' if more == 1 else 'differences'}"] if more else kept
+    )
 
 
 def paired(group: Group, base: Group, remarks: list[str]) -> list[Difference]:
-    """Differences over the seeds that both groups have with the very same federation; a remark for those refused."""
+    """Differences over the seeds that both groups have with the very same
+    federation; a remark for those refused.
+    """
     shared = [seed for seed in group.runs if seed in base.runs]
     kept = [seed for seed in shared if _same_federation(group.runs[seed], base.runs[seed])]
     refused = [str(seed) for seed in shared if seed not in kept]
     if refused:
         remarks.append(
-            f"{group.label} and {base.label} are not paired for seed {', '.join(refused)}: "
-            "their clients, labels or test images differ"
+            f"{group.label} and {base.label} are not paired for seed {', '.join(refused)}: their "
+            "clients, labels or test images differ"
         )
     if not shared:
-        remarks.append(f"{group.label} and {base.label} have no seed in common, so there is nothing to pair")
+        remarks.append(
+            f"{group.label} and {base.label} have no seed in common, so there is nothing to pair"
+        )
     if not kept:
         return []
     found = []
@@ -162,7 +198,9 @@ def _same_federation(first: Recorded, second: Recorded) -> bool:
 
 
 def interval(values: FloatArray) -> tuple[float, float, float, float]:
-    """Mean, standard deviation, and Student's t interval for the mean; NaN where one value says nothing of spread."""
+    """Mean, standard deviation, and Student's t interval for the mean; NaN where one
+    value says nothing of spread.
+    """
     mean = float(values.mean())
     if len(values) < 2:
         return mean, math.nan, math.nan, math.nan
@@ -177,16 +215,36 @@ def as_csv(found: Comparison) -> str:
     """Long form: a line for each run, each group's mean and each difference, all in shares of 1."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(("what", "group", "against", "measure", "seed", "n", "value", "std", "low", "high", "folder"))
+    table.writerow(
+        (
+            "what",
+            "group",
+            "against",
+            "measure",
+            "seed",
+            "n",
+            "value",
+            "std",
+            "low",
+            "high",
+            "folder",
+        )
+    )
     for group in found.groups:
         for seed, run in group.runs.items():
             for measure, value in scores(run).items():
-                table.writerow(("run", group.label, "", measure, seed, "", value, "", "", "", run.path))
+                table.writerow(
+                    ("run", group.label, "", measure, seed, "", value, "", "", "", run.path)
+                )
         for measure in MEASURES:
             mean, std, low, high = interval(np.array(list(group.values(measure).values())))
             row = [len(group.runs), mean, *("" if math.isnan(v) else v for v in (std, low, high))]
             table.writerow(("mean", group.label, "", measure, "", *row, ""))
     for item in found.differences:
-        row = [len(item.pairs), item.mean, *("" if math.isnan(v) else v for v in (item.std, item.low, item.high))]
+        row = [
+            len(item.pairs),
+            item.mean,
+            *("" if math.isnan(v) else v for v in (item.std, item.low, item.high)),
+        ]
         table.writerow(("difference", item.group, item.against, item.measure, "", *row, ""))
     return text.getvalue()

@@ -19,14 +19,14 @@ from fednoro.detection import leave_one_out_heads
 from fednoro.detection.mixture_detector import NoisyClientDetector
 from fednoro.experiment.run_folder.recorded_run import read
 from fednoro.experiment.run_folder.run_files import CLIENT_COLUMNS
-from fednoro.report import palette
-from fednoro.report.axes import round_ticks, short_names, whole_ticks
+from fednoro.report.drawing.axes import round_ticks, short_names, whole_ticks
+from fednoro.report.drawing.figure import NARROW, WIDE, Figure
+from fednoro.report.drawing.image_export import drawn, save_all
+from fednoro.report.drawing.scene import Scene, printable, shortened
 from fednoro.report.figures import doubts, figures
-from fednoro.report.figures.figure import NARROW, WIDE, Figure
-from fednoro.report.judged import judged
-from fednoro.report.page import render, write
-from fednoro.report.scene import Scene, printable, shortened
-from fednoro.report.static import drawn, save_all
+from fednoro.report.page import render, write_report
+from fednoro.report.recorded_verdict import judged
+from fednoro.report.web import palette
 
 CLIENT = CLIENT_COLUMNS.index("client")
 ALL = [
@@ -59,18 +59,24 @@ def tips(scene: Scene) -> list[str]:
 
 
 def test_a_report_of_200_clients_and_300_rounds_is_below_10_megabytes(tmp_path: Path) -> None:
-    report = write(make_run(tmp_path / "run", clients=200, classes=10, rounds=300))
+    report = write_report(make_run(tmp_path / "run", clients=200, classes=10, rounds=300))
     assert report.stat().st_size < 10e6
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (2, 2), (5, 30), (40, 4)])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_every_mark_stays_on_its_sheet(tmp_path: Path, clients: int, classes: int, width: float) -> None:
+def test_every_mark_stays_on_its_sheet(
+    tmp_path: Path, clients: int, classes: int, width: float
+) -> None:
     for name, figure in made(make_run(tmp_path / "run", clients, classes)).items():
         scene = figure.draw(width)
         assert scene.width >= width and math.isfinite(scene.height)
         for mark in scene.marks:
-            points = mark.points[:1] if mark.kind in ("rect", "circle", "triangle", "text") else mark.points
+            points = (
+                mark.points[:1]
+                if mark.kind in ("rect", "circle", "triangle", "text")
+                else mark.points
+            )
             for x, y in points:
                 assert -1 <= x <= scene.width + 1 and -1 <= y <= scene.height + 1, (name, mark)
 
@@ -89,7 +95,9 @@ def test_dots_of_the_partition_have_areas_in_the_ratio_of_counts(tmp_path: Path)
     np.testing.assert_allclose(areas / areas.max(), counts / counts.max(), rtol=1e-9)
 
 
-def test_the_heat_map_shows_the_recorded_losses_and_strikes_out_missing_ones(tmp_path: Path) -> None:
+def test_the_heat_map_shows_the_recorded_losses_and_strikes_out_missing_ones(
+    tmp_path: Path,
+) -> None:
     path = make_run(tmp_path / "run", clients=6, classes=8)
     rows = json.loads((path / "detection.json").read_text())["clients"]
     sent = [value for row in rows.values() for value in row["losses"] if value is not None]
@@ -100,7 +108,8 @@ def test_the_heat_map_shows_the_recorded_losses_and_strikes_out_missing_ones(tmp
     shown = sorted(mark.tip.rpartition(": ")[2] for mark in heat[: len(sent)])
     assert shown == sorted(f"{value:.3f}" for value in sent)
     assert sum("no loss sent" in tip for tip in tips(scene)) == 2 * missing
-    assert sum(mark.style == "gap" for mark in scene.marks) == 2 * missing + 1  # and one in the legend
+    # and one in the legend
+    assert sum(mark.style == "gap" for mark in scene.marks) == 2 * missing + 1
 
 
 def test_the_mixture_is_the_one_the_detector_fits(tmp_path: Path) -> None:
@@ -109,15 +118,26 @@ def test_the_mixture_is_the_one_the_detector_fits(tmp_path: Path) -> None:
     losses = np.array([row["losses"] for row in rows], dtype=float)
     detector = NoisyClientDetector(seed=0).fit(losses)
     found = judged(read(path))
-    assert found is not None and found.mixture is not None and found.normalised is not None and found.reproduced
+    assert (
+        found is not None
+        and found.mixture is not None
+        and found.normalised is not None
+        and found.reproduced
+    )
     np.testing.assert_allclose(found.normalised, detector.normalised_, atol=1e-12)
     centred = detector.normalised_ - detector.normalised_.mean(axis=0)
     variance, vectors = np.linalg.eigh(centred.T @ centred)
-    np.testing.assert_allclose(found.mixture.explained, variance[::-1][:2] / variance.sum(), atol=1e-9)
-    np.testing.assert_allclose(np.abs(found.mixture.points), np.abs(centred @ vectors[:, ::-1][:, :2]), atol=1e-9)
+    np.testing.assert_allclose(
+        found.mixture.explained, variance[::-1][:2] / variance.sum(), atol=1e-9
+    )
+    np.testing.assert_allclose(
+        np.abs(found.mixture.points), np.abs(centred @ vectors[:, ::-1][:, :2]), atol=1e-9
+    )
     for side, outline in found.mixture.ellipses:
         component = detector.noisy_component_ if side == "noisy" else 1 - detector.noisy_component_
-        middle = (detector.mixture_.means_[component] - detector.normalised_.mean(axis=0)) @ vectors[:, ::-1][:, :2]
+        middle = (
+            detector.mixture_.means_[component] - detector.normalised_.mean(axis=0)
+        ) @ vectors[:, ::-1][:, :2]
         np.testing.assert_allclose(np.abs(outline[:-1].mean(axis=0)), np.abs(middle), atol=1e-9)
 
 
@@ -129,22 +149,37 @@ def test_the_curve_of_doubts_parts_the_verdicts(tmp_path: Path) -> None:
         error, explained = (0.6, 0.2 + 0.01 * i) if row["noisy"] else (0.1 + 0.01 * i, 0.6)
         found = float(leave_one_out_heads.doubts(np.array(error), np.array(explained)))
         assert (found > cut) == row["noisy"]
-        rows[k] = {"noisy": row["noisy"], "posterior": 0.5, "explained": explained, "error": error, "doubt": found}
+        rows[k] = {
+            "noisy": row["noisy"],
+            "posterior": 0.5,
+            "explained": explained,
+            "error": error,
+            "doubt": found,
+        }
     silent = {"noisy": False, "posterior": 0.5, "explained": 1.0, "error": None, "doubt": None}
     flagged = [k for k, row in rows.items() if row["noisy"]]
-    earlier = {flagged[-1]: {"noisy": True, "posterior": 1.0, "explained": 0.3}}  # by a cut on another scale
+    # by a cut on another scale
+    earlier = {flagged[-1]: {"noisy": True, "posterior": 1.0, "explained": 0.3}}
     (path / "detection.json").write_text(
-        json.dumps({"reason": "so", "cut": cut, "clients": {**rows, next(iter(rows)): silent, **earlier}})
+        json.dumps(
+            {"reason": "so", "cut": cut, "clients": {**rows, next(iter(rows)): silent, **earlier}}
+        )
     )
     figure = made(path)["doubt"]
     assert doubts.FLOOR == leave_one_out_heads.FLOOR
     for share, error in doubts._curve(cut, 0.7, 0.7):
-        assert float(leave_one_out_heads.doubts(np.array(error), np.array(share))) == pytest.approx(cut)
+        assert float(leave_one_out_heads.doubts(np.array(error), np.array(share))) == pytest.approx(
+            cut
+        )
     for width in (WIDE, 320):
         tips = {mark.tip for mark in figure.draw(width).marks if "explained, error" in mark.tip}
         assert len(tips) == len(rows) - 2
-        assert [mark for mark in figure.draw(width).marks if mark.kind == "text" and mark.size == 10], "some have names"
-    assert [row[4] for row in figure.table.rows] == ["noisy" if row["noisy"] else "clean" for row in rows.values()]
+        assert [
+            mark for mark in figure.draw(width).marks if mark.kind == "text" and mark.size == 10
+        ], "some have names"
+    assert [row[4] for row in figure.table.rows] == [
+        "noisy" if row["noisy"] else "clean" for row in rows.values()
+    ]
     assert "2 clients are missing here" in figure.caption and figure.table.rows[0][2] == "–"
     shown = len(flagged) - 1
     assert f"{shown} client{'s' * (shown != 1)} above the curve" in figure.caption
@@ -172,7 +207,9 @@ def test_a_class_without_test_images_is_said_to_have_none(tmp_path: Path) -> Non
 
 def test_long_series_are_thinned_with_both_ends_kept(tmp_path: Path) -> None:
     figure = made(make_run(tmp_path / "run", clients=2, rounds=1500))["bacc"]
-    curve = next(mark for mark in figure.draw(WIDE).marks if mark.style == "curve" and len(mark.points) > 2)
+    curve = next(
+        mark for mark in figure.draw(WIDE).marks if mark.style == "curve" and len(mark.points) > 2
+    )
     assert len(curve.points) <= 600
     shown = [tip for tip in tips(figure.draw(WIDE)) if tip.startswith("round")]
     assert shown[0].startswith("round 1,") and shown[-1].startswith("round 1500,")
@@ -227,13 +264,15 @@ def test_whatever_is_written_is_valid_and_inert(text: str) -> None:
 def test_text_and_marks_have_enough_contrast(theme: dict[str, str]) -> None:
     def ratio(first: str, second: str) -> float:
         return palette.contrast(
-            palette.mixed(theme[first], theme["paper"], 1), palette.mixed(theme[second], theme["paper"], 1)
+            palette.mixed(theme[first], theme["paper"], 1),
+            palette.mixed(theme[second], theme["paper"], 1),
         )
 
     for ground in ("paper", "panel", "band"):
         for text in ("ink", "soft"):
             assert ratio(text, ground) >= 4.5, (text, ground)
-    assert ratio("accent", "paper") >= 4.5 and ratio("noisy", "paper") >= 4.5  # links and the names of clients
+    # links and the names of clients
+    assert ratio("accent", "paper") >= 4.5 and ratio("noisy", "paper") >= 4.5
     for mark in ("clean", "noisy", "unknown", *(f"s{i}" for i in range(1, palette.SERIES + 1))):
         assert ratio(mark, "paper") >= 3, mark
     for share in np.linspace(0, 1, 501):
@@ -246,9 +285,21 @@ def test_text_and_marks_have_enough_contrast(theme: dict[str, str]) -> None:
 # Machado, Oliveira and Fernandes 2009, full severity, on linear RGB.
 BLINDNESS = {
     "none": np.eye(3),
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 
 
@@ -256,8 +307,14 @@ def seen_as(colour: str, blindness: str) -> np.ndarray:
     """CIELAB of a colour as somebody with that blindness sees it."""
     value = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-    xyz = to_xyz @ np.clip(np.array(BLINDNESS[blindness]) @ linear, 0, 1) / np.array([0.9505, 1, 1.089])
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
+    xyz = (
+        to_xyz
+        @ np.clip(np.array(BLINDNESS[blindness]) @ linear, 0, 1)
+        / np.array([0.9505, 1, 1.089])
+    )
     x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
@@ -314,13 +371,21 @@ def test_an_unknown_figure_is_a_clear_mistake(tmp_path: Path) -> None:
 
 def lines_of(scene: Scene, style: str) -> list[int]:
     """How many points each drawn line of a style has."""
-    return [len(mark.points) for mark in scene.marks if mark.kind == "line" and mark.style == style and not mark.toggle]
+    return [
+        len(mark.points)
+        for mark in scene.marks
+        if mark.kind == "line" and mark.style == style and not mark.toggle
+    ]
 
 
 def without(run: Path, gone: dict[int, tuple[int, ...]]) -> Path:
     """Takes the answers of clients in some rounds out of the log."""
     head, *rows = (run / "clients.csv").read_text().splitlines(keepends=True)
-    kept = [row for row in rows if int(row.split(",")[0]) not in gone.get(int(row.split(",")[CLIENT]), ())]
+    kept = [
+        row
+        for row in rows
+        if int(row.split(",")[0]) not in gone.get(int(row.split(",")[CLIENT]), ())
+    ]
     assert len(kept) < len(rows)
     (run / "clients.csv").write_text("".join([head, *kept]))
     return run
@@ -328,17 +393,25 @@ def without(run: Path, gone: dict[int, tuple[int, ...]]) -> Path:
 
 def test_lines_are_broken_where_clients_did_not_take_part(tmp_path: Path) -> None:
     whole = made(make_run(tmp_path / "whole", rounds=9))["weights"]
-    assert lines_of(whole.draw(WIDE), "noisyline") == [9, 9] and lines_of(whole.draw(WIDE), "noisymean") == [9]
+    assert lines_of(whole.draw(WIDE), "noisyline") == [9, 9] and lines_of(
+        whole.draw(WIDE), "noisymean"
+    ) == [9]
     assert "broken" not in whole.caption
-    purged = made(without(make_run(tmp_path / "run", rounds=9), dict.fromkeys((2, 5), (4, 5, 6))))["weights"]
+    purged = made(without(make_run(tmp_path / "run", rounds=9), dict.fromkeys((2, 5), (4, 5, 6))))[
+        "weights"
+    ]
     scene = purged.draw(WIDE)
     assert lines_of(scene, "noisyline") == [3, 3, 3, 3] and lines_of(scene, "noisymean") == [3, 3]
     assert lines_of(scene, "cleanline") == [9] * 4 and lines_of(scene, "cleanmean") == [9]
     assert "broken where a client" in purged.caption
 
 
-def test_a_mean_goes_on_with_those_that_take_part_and_a_single_round_is_a_dot(tmp_path: Path) -> None:
-    scene = made(without(make_run(tmp_path / "run", rounds=9), {2: (2, 4, 5)}))["weights"].draw(WIDE)
+def test_a_mean_goes_on_with_those_that_take_part_and_a_single_round_is_a_dot(
+    tmp_path: Path,
+) -> None:
+    scene = made(without(make_run(tmp_path / "run", rounds=9), {2: (2, 4, 5)}))["weights"].draw(
+        WIDE
+    )
     assert lines_of(scene, "noisyline") == [4, 9] and lines_of(scene, "noisymean") == [9]
     dots = [mark for mark in scene.marks if mark.kind == "circle" and mark.series == "noisy"]
     assert len(dots) == 2  # rounds 1 and 3

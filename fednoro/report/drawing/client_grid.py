@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fednoro.report.axes import names_below, room_below, room_left, short_names
-from fednoro.report.scene import Scene
+from fednoro.report.drawing.axes import names_below, room_below, room_left, short_names
+from fednoro.report.drawing.scene import Scene
 
 LEAST = 3.6  # pixels of a column; below that a figure grows wider and is scrolled
 GAP = 7.0  # between groups of columns
@@ -15,7 +15,9 @@ GAP = 7.0  # between groups of columns
 
 @dataclass(frozen=True)
 class Grid:
-    """Panels of columns (clients) and rows (classes), side by side where there is room, else below each other."""
+    """Panels of columns (clients) and rows (classes), side by side where there is
+    room, else below each other.
+    """
 
     width: float
     columns: tuple[str, ...]
@@ -85,13 +87,19 @@ class Grid:
 
     def x(self, panel: int, column: int) -> float:
         """The middle of a column."""
-        return self._starts[panel] + (column + 0.5) * self.step + GAP * sum(column >= after for after in self.groups)
+        return (
+            self._starts[panel]
+            + (column + 0.5) * self.step
+            + GAP * sum(column >= after for after in self.groups)
+        )
 
     def y(self, panel: int, row: int) -> float:
         """The middle of a row."""
         return self.corner(panel)[1] + (row + 0.5) * self.row
 
-    def frame(self, scene: Scene, panel: int, title: str, styles: Sequence[str] | None = None) -> None:
+    def frame(
+        self, scene: Scene, panel: int, title: str, styles: Sequence[str] | None = None
+    ) -> None:
         """The panel's title and names."""
         left, top = self.corner(panel)
         scene.text(left, top - 10, title, "strong")

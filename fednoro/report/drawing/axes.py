@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fednoro.report.scene import Scene, shortened, text_width
+from fednoro.report.drawing.scene import Scene, shortened, text_width
 
 LONGEST = 12  # letters of a name on an axis; tips and tables have the whole name
 
@@ -58,14 +58,21 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def whole_ticks(low: int, high: int, about: int = 6) -> list[int]:
-    """Ticks for rounds: the first and the last, and round numbers between that keep away from them."""
+    """Ticks for rounds: the first and the last, and round numbers
+    between that keep away from them.
+    """
     between = [int(t) for t in round_ticks(low, high, about) if float(t).is_integer()]
     room = (high - low) / (2 * about)
     return sorted({low, high} | {t for t in between if low + room < t < high - room})
 
 
 def draw_y(
-    scene: Scene, box: Box, scale: Scale, ticks: Sequence[float], words: Callable[[float], str], title: str = ""
+    scene: Scene,
+    box: Box,
+    scale: Scale,
+    ticks: Sequence[float],
+    words: Callable[[float], str],
+    title: str = "",
 ) -> None:
     """Horizontal grid lines with their values on the left; the title stands above them."""
     for tick in ticks:
@@ -76,7 +83,12 @@ def draw_y(
 
 
 def draw_x(
-    scene: Scene, box: Box, scale: Scale, ticks: Sequence[float], words: Callable[[float], str], title: str = ""
+    scene: Scene,
+    box: Box,
+    scale: Scale,
+    ticks: Sequence[float],
+    words: Callable[[float], str],
+    title: str = "",
 ) -> None:
     """A line at the bottom with values below it and the title below those."""
     scene.line([(box.left, box.bottom), (box.right, box.bottom)], "axis")
@@ -96,9 +108,15 @@ def short_names(names: Sequence[str], longest: int = LONGEST) -> list[str]:
 
 
 def names_below(
-    scene: Scene, places: Sequence[float], names: Sequence[str], top: float, styles: Sequence[str] | None = None
+    scene: Scene,
+    places: Sequence[float],
+    names: Sequence[str],
+    top: float,
+    styles: Sequence[str] | None = None,
 ) -> None:
-    """Names under columns: upright where they fit, turned where they do not, every n-th where they are many."""
+    """Names under columns: upright where they fit, turned where they do not,
+    every n-th where they are many.
+    """
     step = places[1] - places[0] if len(places) > 1 else 100.0
     widest = max((text_width(name, 11) for name in names), default=0)
     turned = widest > step - 4.5
@@ -128,6 +146,10 @@ def percent(value: float) -> str:
     return f"{100 * value:.0f}%"
 
 
-def stands_free(place: tuple[float, float], name: str, others: Iterable[tuple[float, float]]) -> bool:
+def stands_free(
+    place: tuple[float, float], name: str, others: Iterable[tuple[float, float]]
+) -> bool:
     """Whether a name in small print hides none of the dots and names at `others`."""
-    return all(abs(place[0] - x) > text_width(name, 10) + 2 or abs(place[1] - y) > 9 for x, y in others)
+    return all(
+        abs(place[0] - x) > text_width(name, 10) + 2 or abs(place[1] - y) > 9 for x, y in others
+    )

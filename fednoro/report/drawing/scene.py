@@ -1,7 +1,7 @@
 """A figure as a list of marks in pixels, drawn as inline SVG here and on paper by `static`.
 
-Every mark has the name of a style, and may have a tip (what it says when pointed at) and a series (what its
-legend entry switches off).
+Every mark has the name of a style, and may have a tip (what it says when pointed at) and a series
+(what its legend entry switches off).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Scene:
     height: float
     marks: list[Mark] = field(default_factory=list)
 
-    def rect(self, x: float, y: float, width: float, height: float, style: str, **more: object) -> None:
+    def rect(
+        self, x: float, y: float, width: float, height: float, style: str, **more: object
+    ) -> None:
         self._add("rect", ((x, y), (max(width, 0.0), max(height, 0.0))), style, more)
 
     def circle(self, x: float, y: float, radius: float, style: str, **more: object) -> None:
@@ -55,7 +57,9 @@ class Scene:
         self._add("triangle", ((x, y), (radius, radius)), style, more)
 
     def dot(self, x: float, y: float, radius: float, style: str, **more: object) -> None:
-        """A mark whose shape says the same as its colour: noisy is a triangle, everything else a circle."""
+        """A mark whose shape says the same as its colour: noisy is a
+        triangle, everything else a circle.
+        """
         (self.triangle if style == "noisy" else self.circle)(x, y, radius, style, **more)
 
     def line(self, points: Iterable[Point], style: str, **more: object) -> None:
@@ -67,17 +71,25 @@ class Scene:
     def text(self, x: float, y: float, text: str, style: str = "tick", **more: object) -> None:
         self._add("text", ((x, y),), style, {"text": printable(text), **more})
 
-    def _add(self, kind: str, points: tuple[Point, ...], style: str, more: dict[str, object]) -> None:
+    def _add(
+        self, kind: str, points: tuple[Point, ...], style: str, more: dict[str, object]
+    ) -> None:
         self.marks.append(Mark(kind, points, style, **more))  # type: ignore[arg-type]
 
-    def legend(self, x: float, y: float, entries: Sequence[tuple[str, str, str]], round_marks: bool = False) -> None:
-        """Entries of style, words and series from left to right, on the next line where there is no room."""
+    def legend(
+        self, x: float, y: float, entries: Sequence[tuple[str, str, str]], round_marks: bool = False
+    ) -> None:
+        """Entries of style, words and series from left to right, on the next
+        line where there is no room.
+        """
         left = x
         for style, words, series in entries:
             if x > left and x + 22 + text_width(words) > self.width:
                 x, y = left, y + 17
             more = {"toggle": series, "series": ""} if series else {}
-            if style.startswith(("series", "curve", "cleanmean", "noisymean", "unknownmean", "mark")):
+            if style.startswith(
+                ("series", "curve", "cleanmean", "noisymean", "unknownmean", "mark")
+            ):
                 self.line([(x, y - 4), (x + 16, y - 4)], style, **more)
             elif style in ("span", "cleanarea", "noisyarea", "gap", "frame"):
                 self.rect(x + 1, y - 9, 13, 10, style, **more)
@@ -93,15 +105,25 @@ class Scene:
         box = f"0 0 {_number(self.width)} {_number(self.height)}"
         size = f'width="{_number(self.width)}" height="{_number(self.height)}"'
         start = Markup('<svg class="{}" viewBox="{}" {} role="img" tabindex="0" aria-label="{}">')
-        return start.format(kind, box, Markup(size), printable(label)) + Markup(body) + Markup("</svg>")
+        return (
+            start.format(kind, box, Markup(size), printable(label))
+            + Markup(body)
+            + Markup("</svg>")
+        )
 
 
 def printable(text: str) -> str:
-    """`text` without what steers a page or a terminal: line ends, control and direction characters."""
+    """`text` without what steers a page or a terminal: line ends,
+    control and direction characters.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(
-        " " if c.isspace() else "\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn") else c
+        " "
+        if c.isspace()
+        else "\ufffd"
+        if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn")
+        else c
         for c in text
     )
 
@@ -131,13 +153,20 @@ def _element(mark: Mark) -> str:
     first, second = mark.points[0], mark.points[-1]
     if mark.kind == "rect":
         (x, y), (width, height) = first, second
-        shape = f'rect x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
+        shape = (
+            f'rect x="{_number(x)}" y="{_number(y)}" '
+            f'width="{_number(width)}" height="{_number(height)}"'
+        )
     elif mark.kind == "circle":
         shape = f'circle cx="{_number(first[0])}" cy="{_number(first[1])}" r="{_number(second[0])}"'
     else:
         shape = f'path d="{_path(mark)}"'
     tag = shape.partition(" ")[0]
-    return f'<{shape} class="{mark.style}"{rest}>{tip}</{tag}>' if tip else f'<{shape} class="{mark.style}"{rest}/>'
+    return (
+        f'<{shape} class="{mark.style}"{rest}>{tip}</{tag}>'
+        if tip
+        else f'<{shape} class="{mark.style}"{rest}/>'
+    )
 
 
 def _text(mark: Mark, rest: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Text and marks reach WCAG AA (4.5:1 and 3:1); the eight series, and clean and noisy, stay apart for people without one
-# kind of cone. Tests compute both.
+# Text and marks reach WCAG AA (4.5:1 and 3:1); the eight series, and clean and noisy, stay apart
+# for people without one kind of cone. Tests compute both.
 LIGHT = {
     "paper": "#fdfdfb",
     "panel": "#f4f4f0",
@@ -50,7 +50,8 @@ DARK = {
 }
 SERIES = 8
 HEAT_STEPS = 100  # coarser ones fall below 4.5:1 where black text gives way to white
-DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4", "4 2", "12 3 2 3")  # colour is never the only difference
+# colour is never the only difference
+DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4", "4 2", "12 3 2 3")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ STYLES = {
     "span": Style(fill="accent", fill_opacity=0.1),
     "link": Style(stroke="unknown", width=1.5, opacity=0.6),
     "hit": Style(fill="ink", fill_opacity=0.0),
-    **{f"series{i}": Style(stroke=f"s{i}", width=2.2, dash=DASHES[i - 1]) for i in range(1, SERIES + 1)},
+    **{
+        f"series{i}": Style(stroke=f"s{i}", width=2.2, dash=DASHES[i - 1])
+        for i in range(1, SERIES + 1)
+    },
     **{f"spread{i}": Style(fill=f"s{i}", fill_opacity=0.13) for i in range(1, SERIES + 1)},
     **{f"dot{i}": Style(fill=f"s{i}", stroke="paper", width=0.5) for i in range(1, SERIES + 1)},
 }
@@ -117,16 +121,25 @@ def contrast(first: tuple[float, float, float], second: tuple[float, float, floa
 
 
 def on_heat(share: float, theme: dict[str, str]) -> str:
-    """Black or white: what reads better on a heat cell of this share. Nothing else reaches 4.5:1 on every shade."""
+    """Black or white: what reads better on a heat cell of this share. Nothing else
+    reaches 4.5:1 on every shade.
+    """
     cell = mixed(theme["heat"], theme["paper"], share)
     return max("#000000", "#ffffff", key=lambda colour: contrast(cell, _channels(colour)))
 
 
 def css() -> str:
-    """The palette as custom properties and the styles as classes; text on heat cells by its share."""
+    """The palette as custom properties and the styles as classes;
+    text on heat cells by its share.
+    """
     lines = [f":root{{color-scheme:light;{_variables(LIGHT)}}}"]
-    lines.append(f"@media screen and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{_variables(DARK)}}}}}")
-    lines.append(f"@media screen{{:root[data-theme=light]{{color-scheme:light;{_variables(LIGHT)}}}")
+    lines.append(
+        "@media screen and "
+        f"(prefers-color-scheme:dark){{:root{{color-scheme:dark;{_variables(DARK)}}}}}"
+    )
+    lines.append(
+        f"@media screen{{:root[data-theme=light]{{color-scheme:light;{_variables(LIGHT)}}}"
+    )
     lines.append(f":root[data-theme=dark]{{color-scheme:dark;{_variables(DARK)}}}}}")
     lines += [f"svg .{name}{{{_rules(style)}}}" for name, style in STYLES.items()]
     lines += [f"svg .h{step}{{fill:var(--h{step})}}" for step in range(HEAT_STEPS + 1)]

@@ -13,11 +13,13 @@ from run_folders import make_run
 
 from fednoro.core.types import UserError
 from fednoro.experiment.run_folder.recorded_run import read
-from fednoro.report.compare import as_csv, compare, interval, scores
-from fednoro.report.compared import difference_table, render, summary
+from fednoro.report.comparison import as_csv, compare, interval, scores
+from fednoro.report.comparison_page import difference_table, render, summary
 
 
-def several(tmp_path: Path, methods: tuple[str, ...] = ("fednoro", "fedavg"), seeds: int = 3) -> list[Path]:
+def several(
+    tmp_path: Path, methods: tuple[str, ...] = ("fednoro", "fedavg"), seeds: int = 3
+) -> list[Path]:
     return [
         make_run(tmp_path / f"{method}-{seed}", method=method, seed=seed, lift=0.1 * i)
         for i, method in enumerate(methods)
@@ -39,7 +41,9 @@ def test_the_interval_is_students_t() -> None:
         mean = sum(values) / n
         std = (sum((v - mean) ** 2 for v in values) / (n - 1)) ** 0.5
         half = quantile * std / n**0.5
-        np.testing.assert_allclose(interval(values), (mean, std, mean - half, mean + half), rtol=1e-5)
+        np.testing.assert_allclose(
+            interval(values), (mean, std, mean - half, mean + half), rtol=1e-5
+        )
 
 
 def test_a_single_pair_has_no_interval(tmp_path: Path) -> None:
@@ -55,9 +59,15 @@ def test_runs_are_grouped_by_everything_but_the_seed(tmp_path: Path) -> None:
         runs.append(reconfigured(other, "method", warmup=9))
     for i, run in enumerate(runs):
         config = yaml.safe_load((run / "config.yaml").read_text())
-        (run / "config.yaml").write_text(yaml.safe_dump({**config, "name": f"n{i}", "out": f"o{i}", "device": "cpu"}))
+        (run / "config.yaml").write_text(
+            yaml.safe_dump({**config, "name": f"n{i}", "out": f"o{i}", "device": "cpu"})
+        )
     found = compare(runs)
-    assert [group.label for group in found.groups] == ["fednoro, method.warmup=2", "fedavg", "fednoro, method.warmup=9"]
+    assert [group.label for group in found.groups] == [
+        "fednoro, method.warmup=2",
+        "fedavg",
+        "fednoro, method.warmup=9",
+    ]
     assert [list(group.runs) for group in found.groups] == [[0, 1, 2]] * 3
 
 
@@ -65,22 +75,40 @@ def test_labels_of_runs_that_differ_in_much_stay_short(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, seed=0) for name in ("a", "b", "c")]
     for i, run in enumerate(runs[1:], 1):
         config = yaml.safe_load((run / "config.yaml").read_text())
-        config["data"] = {"name": "folder", **{f"option_{j}": f"a long value {i * j}" for j in range(20)}, "z": i}
+        config["data"] = {
+            "name": "folder",
+            **{f"option_{j}": f"a long value {i * j}" for j in range(20)},
+            "z": i,
+        }
         (run / "config.yaml").write_text(yaml.safe_dump(config))
     first, second, third = (group.label for group in compare(runs).groups)
     assert first == "fednoro, data=digits", "its kind alone tells it apart"
-    assert all(label.startswith("fednoro, data=folder, ") for label in (second, third)) and second != third
+    assert (
+        all(label.startswith("fednoro, data=folder, ") for label in (second, third))
+        and second != third
+    )
     assert all(len(label) < 120 and label.endswith("more differences") for label in (second, third))
 
 
 def test_the_kind_of_noise_is_named_without_the_options_that_only_it_has(tmp_path: Path) -> None:
     h_idn = {"name": "h_idn", "rate": 0.4, "low": 0.5, "high": 0.7, "epochs": 20}
-    noises = {"a": h_idn, "b": {"name": "symmetric", "rate": 0.2, "low": 0.3}, "c": {**h_idn, "high": 0.9}}
-    runs = [reconfigured(make_run(tmp_path / name), "noise", **noise) for name, noise in noises.items()]
-    assert [group.label for group in compare(runs[:2]).groups] == ["fednoro, noise=h_idn", "fednoro, noise=symmetric"]
+    noises = {
+        "a": h_idn,
+        "b": {"name": "symmetric", "rate": 0.2, "low": 0.3},
+        "c": {**h_idn, "high": 0.9},
+    }
+    runs = [
+        reconfigured(make_run(tmp_path / name), "noise", **noise) for name, noise in noises.items()
+    ]
+    assert [group.label for group in compare(runs[:2]).groups] == [
+        "fednoro, noise=h_idn",
+        "fednoro, noise=symmetric",
+    ]
     assert [group.label for group in compare(runs).groups] == [
-        "fednoro, noise=h_idn, noise.high=0.7", "fednoro, noise=symmetric", "fednoro, noise=h_idn, noise.high=0.9"
-    ]  # fmt: skip
+        "fednoro, noise=h_idn, noise.high=0.7",
+        "fednoro, noise=symmetric",
+        "fednoro, noise=h_idn, noise.high=0.9",
+    ]
 
 
 def test_means_and_differences_are_those_of_the_runs(tmp_path: Path) -> None:
@@ -93,7 +121,9 @@ def test_means_and_differences_are_those_of_the_runs(tmp_path: Path) -> None:
     assert (item.group, item.against) == ("fedavg", "fednoro")
     np.testing.assert_allclose(list(item.pairs.values()), last[3:] - last[:3])
     turned = compare(runs, against="fedavg").differences
-    assert next(other for other in turned if other.measure == "last").mean == pytest.approx(-item.mean)
+    assert next(other for other in turned if other.measure == "last").mean == pytest.approx(
+        -item.mean
+    )
 
 
 def test_different_federations_are_not_paired(tmp_path: Path) -> None:
@@ -112,7 +142,9 @@ def test_a_changed_label_makes_another_federation(tmp_path: Path) -> None:
         parts = {name: file[name] for name in file}
     parts["observed"][parts["members"][0]] = (parts["observed"][parts["members"][0]] + 1) % 3
     np.savez(second / "split.npz", **parts)
-    digests = [run.holdings.digest for run in map(read, (first, second)) if run.holdings is not None]
+    digests = [
+        run.holdings.digest for run in map(read, (first, second)) if run.holdings is not None
+    ]
     assert len(set(digests)) == 2
 
 
@@ -155,8 +187,16 @@ def test_the_csv_has_runs_means_and_differences(tmp_path: Path) -> None:
     assert float(row["value"]) == item.mean and float(row["low"]) == item.low and row["n"] == "3"
 
 
-def test_the_headline_claims_a_difference_only_where_the_interval_excludes_none(tmp_path: Path) -> None:
-    near = compare([make_run(tmp_path / f"a{m}{s}", method=m, seed=s) for m in ("fednoro", "fedavg") for s in range(3)])
+def test_the_headline_claims_a_difference_only_where_the_interval_excludes_none(
+    tmp_path: Path,
+) -> None:
+    near = compare(
+        [
+            make_run(tmp_path / f"a{m}{s}", method=m, seed=s)
+            for m in ("fednoro", "fedavg")
+            for s in range(3)
+        ]
+    )
     assert "No difference over the last rounds is clear of chance" in render(near)
     far = [
         make_run(tmp_path / f"b{m}{s}", method=m, seed=s, classes=9, lift=-0.3 * (m == "fedavg"))

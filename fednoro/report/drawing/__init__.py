@@ -1,0 +1,1 @@
+"""Drawings: scenes, axes, and figures as image files."""

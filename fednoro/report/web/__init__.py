@@ -1,0 +1,1 @@
+"""The shells of the pages of reports and audits: templates, styles, colours."""
