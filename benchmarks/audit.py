@@ -29,11 +29,11 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.machine import describe, markdown
-from fednoro.audit.counting import site_joint
+from fednoro.audit.audit_method import Audit
+from fednoro.audit.confident_learning import site_joint
 from fednoro.audit.estimates import noise
-from fednoro.audit.exchanges import Audit
 from fednoro.audit.ranking import margins
-from fednoro.audit.simulated import Examined, Subject, examine
+from fednoro.audit.simulated_audit import Examined, Subject, examine
 from fednoro.core.types import BoolArray, FloatArray, IntArray
 from fednoro.data.client import Client
 from fednoro.experiment.config.configuration import resolve

@@ -1,4 +1,6 @@
-"""`fednoro audit`: which labels to look at, told to the coordinator in numbers and to each site in images."""
+"""`fednoro audit`: which labels to look at, told to the coordinator in
+numbers and to each site in images.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,14 @@ from typing import Annotated
 
 import typer
 
-HELP = """Estimate how many labels are wrong at each site, and write each site a letter with the images to look at.
+HELP = """Estimate how many labels are wrong at each site, and write each site a letter with the \
+images to look at.
 
-Confident learning, federated: each site sends per-class sums and counts, receives thresholds, sends a table of counts.
+Confident learning, federated: each site sends per-class sums and counts, receives thresholds, \
+sends a table of counts.
 
-The coordinator's page and JSON hold no image and no id. Each letter is for its site; a simulation keeps them in RUN.
+The coordinator's page and JSON hold no image and no id. Each letter is for its site; a simulation \
+keeps them in RUN.
 
 [bold]Examples[/]
 
@@ -39,30 +44,55 @@ def audit(
     scores: Annotated[
         Scores,
         typer.Option(
-            help="early: a model after few rounds; cross_fit: models that never saw the label; corrected: what a run "
+            help="early: a model after few rounds; cross_fit: models that never saw the label; "
+            "corrected: what a run "
             "of fednoro-plus has made of it."
         ),
     ] = Scores.early,
-    min_cell: Annotated[int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Where the files go; RUN/audit if not given.")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds before a model judges; the run's warm-up if not given.")
+    min_cell: Annotated[
+        int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")
+    ] = 5,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the files go; RUN/audit if not given.")
     ] = None,
-    folds: Annotated[int, typer.Option(min=2, help="Parts of each site's images in cross_fit.")] = 5,
-    top: Annotated[int, typer.Option(min=1, help="Images in a letter; all are in its CSV files.")] = 200,
-    device: Annotated[str | None, typer.Option(help="Device to compute on; the run's own if not given.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over an audit that is there already.")] = False,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds before a model judges; the run's warm-up if not given."),
+    ] = None,
+    folds: Annotated[
+        int, typer.Option(min=2, help="Parts of each site's images in cross_fit.")
+    ] = 5,
+    top: Annotated[
+        int, typer.Option(min=1, help="Images in a letter; all are in its CSV files.")
+    ] = 200,
+    device: Annotated[
+        str | None, typer.Option(help="Device to compute on; the run's own if not given.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over an audit that is there already.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")] = False,
 ) -> None:
     from rich.console import Console
 
-    from fednoro.audit.writing import audit_run, summary
+    from fednoro.audit.audit_files import audit_run, summary
     from fednoro.experiment.watch.terminal import Terminal
 
     console = Console(emoji=False)
     terminal = Terminal(console, quiet)
     try:
-        done = audit_run(run.expanduser(), scores.value, min_cell, out, rounds, folds, top, device, terminal, force)
+        done = audit_run(
+            run.expanduser(),
+            scores.value,
+            min_cell,
+            out,
+            rounds,
+            folds,
+            top,
+            device,
+            terminal,
+            force,
+        )
     finally:
         terminal.close()
     if not quiet:

@@ -1,9 +1,10 @@
 """What the coordinator makes of the sites' counts, and what of it may be shown.
 
-A site's noise is estimated by the share x/m of its confidently judged images that look like another class than their
-label. Images that reach no threshold are in neither number. The interval is Wilson's, at 95%: it is never empty, never
-leaves [0, 1], and holds up at x = 0 and for a few dozen images, where x/m ± 1.96 se does not. It needs the two counts
-alone, which is all that the coordinator has. It says how far chance moves the estimate, not how far the model errs.
+A site's noise is estimated by the share x/m of its confidently judged images that look like another
+class than their label. Images that reach no threshold are in neither number. The interval is
+Wilson's, at 95%: it is never empty, never leaves [0, 1], and holds up at x = 0 and for a few dozen
+images, where x/m ± 1.96 se does not. It needs the two counts alone, which is all that the
+coordinator has. It says how far chance moves the estimate, not how far the model errs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from fednoro.audit.counting import calibrated, confident_joint
-from fednoro.audit.suppression import Line, suppress
+from fednoro.audit.confident_learning import calibrated, confident_joint
+from fednoro.audit.small_counts import Line, suppress
 from fednoro.core.types import FloatArray, IntArray
 
 Z95 = 1.959963984540054
@@ -62,7 +63,8 @@ class SiteFinding:
     images: int
     suspected: str  # how many look like another class: a number, "<n" or "withheld"
     estimate: Estimate | None  # None where too few images could be judged
-    pairs: tuple[tuple[str, str], ...]  # labelled, looks like: the site's most frequent, none below n
+    # labelled, looks like: the site's most frequent, none below n
+    pairs: tuple[tuple[str, str], ...]
     scarce: tuple[str, ...]  # classes with fewer than n images here, or none
     verdict: str | None  # noisy, clean, not scored
     posterior: float | None
@@ -94,8 +96,14 @@ def findings(
 ) -> Findings:
     """What may be shown of the sites' counts, `least` being the smallest count that may."""
     answered = sorted(joints)
-    held = np.sum([counts[k] for k in answered], axis=0) if answered else np.zeros(len(classes), dtype=np.int64)
-    joint = sum((joints[k] for k in answered), np.zeros((len(classes), len(classes)), dtype=np.int64))
+    held = (
+        np.sum([counts[k] for k in answered], axis=0)
+        if answered
+        else np.zeros(len(classes), dtype=np.int64)
+    )
+    joint = sum(
+        (joints[k] for k in answered), np.zeros((len(classes), len(classes)), dtype=np.int64)
+    )
     table = _table(joint, held, least)
     suspected = suppress([off_diagonal(joints[k]) for k in answered], least)
     judged = (verdicts or {}).get("clients", {})
@@ -127,13 +135,19 @@ def findings(
 
 
 def judged_at_most(site: SiteFinding, least: int) -> int:
-    """The most images of a site that can have been judged, m, as far as what is shown of it tells that."""
+    """The most images of a site that can have been judged, m, as far as
+    what is shown of it tells that.
+    """
     estimate, suspected = site.estimate, site.suspected.replace(",", "")
     if estimate is None:
         return min(site.images, max(least - 1, 0))
     if estimate.share is None:  # steps = ⌈COARSE (n − 1) / m⌉
         steps = round(estimate.high * COARSE)
-        return min(site.images, (COARSE * (least - 1) - 1) // (steps - 1)) if steps > 1 else site.images
+        return (
+            min(site.images, (COARSE * (least - 1) - 1) // (steps - 1))
+            if steps > 1
+            else site.images
+        )
     percent = round(100 * estimate.share)
     if not suspected.isdecimal() or not percent:
         return site.images
@@ -141,14 +155,18 @@ def judged_at_most(site: SiteFinding, least: int) -> int:
 
 
 def _table(joint: IntArray, held: IntArray, least: int) -> tuple[Line, ...]:
-    """For each label what its images look like, and how many are not sure; a row sums to the images with that label."""
+    """For each label what its images look like, and how many are not sure; a row sums
+    to the images with that label.
+    """
     rest = held - joint.sum(axis=1)
     lines = []
     for i in range(len(held)):
-        # A class that nobody holds has nothing to hide. Elsewhere the cells that readers miss least go first.
+        # A class that nobody holds has nothing to hide. Elsewhere the cells that
+        # readers miss least go first.
         n = least if held[i] else 0
         lines.append(suppress([*joint[i].tolist(), int(rest[i])], n, hide_first=[len(held), i]))
-    if any(line.total is None for line in lines):  # all images less the other totals would give it away
+    if any(line.total is None for line in lines):
+        # all images less the other totals would give it away
         lines = [replace(line, total=None) for line in lines]
     return tuple(lines)
 
@@ -173,14 +191,21 @@ def _down(share: float) -> float:
     return math.floor(share * COARSE) / COARSE
 
 
-def _pairs(joint: IntArray, table: Sequence[Line], classes: Sequence[str], least: int) -> tuple[tuple[str, str], ...]:
-    """The site's pairs of at least n images, most frequent first; without counts, and none that the table withholds."""
+def _pairs(
+    joint: IntArray, table: Sequence[Line], classes: Sequence[str], least: int
+) -> tuple[tuple[str, str], ...]:
+    """The site's pairs of at least n images, most frequent first; without counts, and
+    none that the table withholds.
+    """
     found = [
         (int(joint[i, j]), i, j)
         for i, j in np.argwhere(joint >= max(least, 1)).tolist()
         if i != j and table[i].marks[j] == "shown"
     ]
-    return tuple((classes[i], classes[j]) for _, i, j in sorted(found, key=lambda item: (-item[0], item[1:]))[:3])
+    return tuple(
+        (classes[i], classes[j])
+        for _, i, j in sorted(found, key=lambda item: (-item[0], item[1:]))[:3]
+    )
 
 
 def _overall(joint: IntArray, held: IntArray, exact: bool) -> Estimate:

@@ -1,8 +1,9 @@
 """A site's own images in the order in which they deserve a second look.
 
-The margin is p(given label) − max p(any other class), from 1 (the model is certain of the label) to −1 (it is certain
-of another class). Suspicion is (1 − margin) / 2, from 0 to 1. The thresholds tell which images look like another class
-with confidence; those alone are findings, the others are merely ranked.
+The margin is p(given label) − max p(any other class), from 1 (the model is certain of the label)
+to −1 (it is certain of another class). Suspicion is (1 − margin) / 2, from 0 to 1. The
+thresholds tell which images look like another class with confidence; those alone are findings,
+the others are merely ranked.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fednoro.audit.counting import UNSURE, checked, looks_like
+from fednoro.audit.confident_learning import UNSURE, checked, looks_like
 from fednoro.core.types import BoolArray, FloatArray, IntArray
 
 
@@ -41,7 +42,8 @@ def rank(probabilities: ArrayLike, labels: ArrayLike, thresholds: ArrayLike) -> 
     rows = np.arange(len(y))
     suspicion = (1 - margins(p, y)) / 2
     looks = looks_like(p, thresholds)
-    # Where no threshold is reached the most probable class is worth showing, but it counts as no finding.
+    # Where no threshold is reached the most probable class is worth showing,
+    # but it counts as no finding.
     suggested = np.where(looks == UNSURE, p.argmax(axis=1) if p.size else y, looks)
     order = np.argsort(-suspicion, kind="stable")
     return Ranking(

@@ -21,11 +21,11 @@ import torch
 from flwr.common import log
 from flwr.serverapp import Grid
 
+from fednoro.audit.audit_files import write_page
+from fednoro.audit.audit_method import Audit, Sent
+from fednoro.audit.coordinator_page import Account
 from fednoro.audit.estimates import findings
-from fednoro.audit.exchanges import Audit, Sent
-from fednoro.audit.page import Account
-from fednoro.audit.simulated import end_of_run, unmeasured, verdicts_in
-from fednoro.audit.writing import write_page
+from fednoro.audit.simulated_audit import end_of_run, unmeasured, verdicts_in
 from fednoro.core.files import disk_errors, write_json
 from fednoro.core.types import State, UserError
 from fednoro.experiment.checkpoint import checkpoints, restore, save_checkpoint, to_device

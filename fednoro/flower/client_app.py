@@ -19,7 +19,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import log
 
-from fednoro.audit.exchanges import Audit
+from fednoro.audit.audit_method import Audit
 from fednoro.core.metrics import confusion
 from fednoro.core.types import Failure, FedNoRoWarning, Reply, Task, UserError, Weights
 from fednoro.detection.score_privacy import protect

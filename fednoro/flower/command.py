@@ -152,7 +152,7 @@ def audit(
     Example: fednoro flower audit runs/first --superlink hospital --min-sites 3
     """
     check_installed()
-    from fednoro.audit.simulated import warmup_of
+    from fednoro.audit.simulated_audit import warmup_of
     from fednoro.flower.following import AuditFollower
     from fednoro.flower.options import AuditOrder
     from fednoro.flower.running import Link

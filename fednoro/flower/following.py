@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from fednoro.audit.audit_files import site_table
 from fednoro.audit.estimates import Estimate, SiteFinding
-from fednoro.audit.writing import site_table
 from fednoro.core.types import UserError
 from fednoro.experiment.config.configuration import Config, anchored, as_tree, resolve
 from fednoro.experiment.drive import load

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fednoro.audit.exchanges import Audit
-from fednoro.audit.letter import Holding, Judgement, write_letter
+from fednoro.audit.audit_method import Audit
+from fednoro.audit.site_letter import Holding, Judgement, write_letter
 from fednoro.core.files import disk_errors
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset

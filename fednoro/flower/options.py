@@ -12,7 +12,7 @@ from fednoro.core.options import Options, option
 from fednoro.core.types import UserError
 
 if TYPE_CHECKING:  # so that the help does not wait for torch
-    from fednoro.audit.exchanges import Audit
+    from fednoro.audit.audit_method import Audit
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class AuditOrder(Options):
         return self.folder / "audit" / "exchanges"
 
     def method(self) -> Audit:
-        from fednoro.audit.exchanges import Audit
+        from fednoro.audit.audit_method import Audit
 
         corrected = self.scores == "corrected"
         run = str(json.loads((self.folder / "flower.json").read_text(encoding="utf-8"))["run"]) if corrected else ""

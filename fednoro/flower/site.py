@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import yaml
 
-from fednoro.audit.exchanges import Audit
+from fednoro.audit.audit_method import Audit
 from fednoro.core.options import Options, option
 from fednoro.core.seeds import generator
 from fednoro.core.types import IntArray, UserError

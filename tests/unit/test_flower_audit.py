@@ -27,10 +27,10 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
+from fednoro.audit.audit_method import Audit
 from fednoro.audit.estimates import findings
-from fednoro.audit.exchanges import Audit
-from fednoro.audit.letter import Holding, Judgement, write_letter
-from fednoro.audit.simulated import Examined, Subject, examine, subject, verdicts_in
+from fednoro.audit.simulated_audit import Examined, Subject, examine, subject, verdicts_in
+from fednoro.audit.site_letter import Holding, Judgement, write_letter
 from fednoro.core.types import UserError
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset

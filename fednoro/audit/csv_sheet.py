@@ -1,7 +1,8 @@
 """CSV files that spreadsheets open without running anything in them.
 
-A cell that begins with one of = + - @, a tab or a line end may be taken for a formula; an apostrophe before it
-makes it text. `noise: from_file` takes one such apostrophe off again, so a cell that has some gets another.
+A cell that begins with one of = + - @, a tab or a line end may be taken for a formula; an
+apostrophe before it makes it text. `noise: from_file` takes one such apostrophe off again, so a
+cell that has some gets another.
 """
 
 from __future__ import annotations

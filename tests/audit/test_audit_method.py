@@ -1,4 +1,6 @@
-"""The audit's exchanges: what is trained, what is sent, and what a broken site does to the others."""
+"""The audit's exchanges: what is trained, what is sent, and what a
+broken site does to the others.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from federations import CLASSES, MIXED, TRAINING, federation, network, same, sta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednoro.audit.counting import confident_joint, site_counts, site_joint, thresholds
-from fednoro.audit.exchanges import LEVELS, OUTPUTS, PROBABILITIES, Audit, folds_of
+from fednoro.audit.audit_method import LEVELS, OUTPUTS, PROBABILITIES, Audit, folds_of
+from fednoro.audit.confident_learning import confident_joint, site_counts, site_joint, thresholds
 from fednoro.core.types import Failure, Reply, State, Step, Task
 from fednoro.data.client import Client
 from fednoro.engine.eager import EagerEngine
@@ -33,7 +35,9 @@ class Wire:
 
     def __init__(self, change: Mapping[str, Any] | None = None) -> None:
         dataset, self.clients = federation()
-        self.engine = EagerEngine(network, dataset, 1, TRAINING, 0, torch.device("cpu"), self.clients)
+        self.engine = EagerEngine(
+            network, dataset, 1, TRAINING, 0, torch.device("cpu"), self.clients
+        )
         self.change, self.seen = change or {}, list[tuple[str, Reply]]()
 
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
@@ -69,10 +73,14 @@ def test_joint_is_that_of_all_probabilities_together(scores: Any, one_thread: No
         np.testing.assert_array_equal(client.memory[LEVELS].numpy(), memo["thresholds"])
 
 
-def test_outputs_are_weighed_by_the_frequency_of_the_classes_over_all_sites(one_thread: None) -> None:
+def test_outputs_are_weighed_by_the_frequency_of_the_classes_over_all_sites(
+    one_thread: None,
+) -> None:
     wire = Wire()
     memo = audited(Audit(warmup=1), wire).memo
-    counts = np.bincount(np.concatenate([client.observed for client in wire.clients]), minlength=CLASSES)
+    counts = np.bincount(
+        np.concatenate([client.observed for client in wire.clients]), minlength=CLASSES
+    )
     np.testing.assert_allclose(memo["prior"], counts / counts.sum(), atol=1e-15)
     for client in wire.clients:
         outputs, p = client.memory[OUTPUTS].numpy(), client.memory[PROBABILITIES].numpy()
@@ -81,21 +89,33 @@ def test_outputs_are_weighed_by_the_frequency_of_the_classes_over_all_sites(one_
         np.testing.assert_allclose(p, odds / odds.sum(axis=1, keepdims=True), atol=1e-12)
 
 
-@pytest.mark.parametrize("counts", [np.full(CLASSES, -1.0), np.full(CLASSES, 1e300), np.zeros(CLASSES)])
-def test_counts_that_are_none_leave_a_site_out_of_the_frequencies_alone(counts: Any, one_thread: None) -> None:
+@pytest.mark.parametrize(
+    "counts", [np.full(CLASSES, -1.0), np.full(CLASSES, 1e300), np.zeros(CLASSES)]
+)
+def test_counts_that_are_none_leave_a_site_out_of_the_frequencies_alone(
+    counts: Any, one_thread: None
+) -> None:
     wire, audit = Wire({"predict": {"counts": counts}}), Audit(warmup=1)
     state = replace(start(), rounds=audit.rounds)
     turns = list(play(audit, state, wire.exchange, [c.id for c in wire.clients], unmeasured))
     others = np.concatenate([client.observed for client in wire.clients if client.id != 1])
-    np.testing.assert_allclose(turns[-1].state.memo["prior"], np.bincount(others, minlength=CLASSES) / len(others))
-    assert any("client 1: its counts do not add up to its images" in w for t in turns for w in t.warnings)
+    np.testing.assert_allclose(
+        turns[-1].state.memo["prior"], np.bincount(others, minlength=CLASSES) / len(others)
+    )
+    assert any(
+        "client 1: its counts do not add up to its images" in w for t in turns for w in t.warnings
+    )
     assert len(turns[-1].state.memo["joints"]) == len(MIXED), "it is not left out of the audit"
 
 
 def test_sites_send_sums_counts_one_joint_and_nothing_else(one_thread: None) -> None:
     wire = Wire()
     audited(Audit(scores="cross_fit", warmup=1, folds=2), wire)
-    shapes = {"train": {}, "predict": {"counts": (CLASSES,)}, "sums": {"sums": (CLASSES,), "counts": (CLASSES,)}}
+    shapes = {
+        "train": {},
+        "predict": {"counts": (CLASSES,)},
+        "sums": {"sums": (CLASSES,), "counts": (CLASSES,)},
+    }
     shapes["joint"] = {"joint": (CLASSES, CLASSES)}
     for task, reply in wire.seen:
         assert {name: array.shape for name, array in reply.arrays.items()} == shapes[task]
@@ -103,7 +123,11 @@ def test_sites_send_sums_counts_one_joint_and_nothing_else(one_thread: None) -> 
         assert (reply.weights is not None) == (task == "train")
     order = list(dict.fromkeys(task for task, _ in wire.seen))
     assert order == ["train", "predict", "sums", "joint"]
-    assert sum(task == "joint" for task, _ in wire.seen) == sum(task == "sums" for task, _ in wire.seen) == len(MIXED)
+    assert (
+        sum(task == "joint" for task, _ in wire.seen)
+        == sum(task == "sums" for task, _ in wire.seen)
+        == len(MIXED)
+    )
 
 
 def test_early_model_is_the_one_that_fednoro_has_after_its_warm_up(one_thread: None) -> None:
@@ -122,7 +146,9 @@ def test_every_fold_begins_from_the_start(one_thread: None) -> None:
 
     class Noting(Audit):
         def work(self, task: Task, site: Any) -> Reply:
-            began.append((task.name, task.round, task.settings.get("fold"), same(task.weights, begin.model)))
+            began.append(
+                (task.name, task.round, task.settings.get("fold"), same(task.weights, begin.model))
+            )
             return super().work(task, site)
 
     list(play(Noting(scores="cross_fit", warmup=2, folds=3), begin, wire.exchange, [0], unmeasured))
@@ -174,19 +200,32 @@ def test_folds_spread_every_class(labels: list[int], folds: int, seed: int) -> N
 @pytest.mark.parametrize(
     ("change", "left"),
     [
-        ({"sums": {"sums": np.full(CLASSES, np.nan), "counts": np.ones(CLASSES)}}, "sums are not between"),
-        ({"sums": {"sums": np.full(CLASSES, 9.0), "counts": np.ones(CLASSES)}}, "sums are not between"),
-        ({"sums": {"sums": np.zeros(CLASSES), "counts": np.full(CLASSES, 0.5)}}, "not one number per class"),
+        (
+            {"sums": {"sums": np.full(CLASSES, np.nan), "counts": np.ones(CLASSES)}},
+            "sums are not between",
+        ),
+        (
+            {"sums": {"sums": np.full(CLASSES, 9.0), "counts": np.ones(CLASSES)}},
+            "sums are not between",
+        ),
+        (
+            {"sums": {"sums": np.zeros(CLASSES), "counts": np.full(CLASSES, 0.5)}},
+            "not one number per class",
+        ),
         ({"joint": {"joint": np.full((CLASSES, CLASSES), 99.0)}}, "does not fit its counts"),
         ({"joint": {"joint": np.full((CLASSES, CLASSES), -1.0)}}, "does not fit its counts"),
     ],
 )
-def test_a_site_that_sends_nonsense_is_left_out(change: dict[str, Any], left: str, one_thread: None) -> None:
+def test_a_site_that_sends_nonsense_is_left_out(
+    change: dict[str, Any], left: str, one_thread: None
+) -> None:
     wire, audit = Wire(change), Audit(scores="early", warmup=1)
     state = replace(start(), rounds=audit.rounds)
     turns = list(play(audit, state, wire.exchange, [c.id for c in wire.clients], unmeasured))
     assert sorted(turns[-1].state.memo["joints"]) == ["0", "2", "3", "4"]
-    assert any("client 1 is left out of the audit: " in w and left in w for t in turns for w in t.warnings)
+    assert any(
+        "client 1 is left out of the audit: " in w and left in w for t in turns for w in t.warnings
+    )
 
 
 def test_a_site_that_missed_a_fold_cannot_answer(one_thread: None) -> None:
@@ -195,5 +234,7 @@ def test_a_site_that_missed_a_fold_cannot_answer(one_thread: None) -> None:
     wire = Wire()
     wire.engine.serve([client])
     prior = np.full(CLASSES, 1 / CLASSES)
-    (answer,) = wire.engine.exchange(Audit(), {0: Task("sums", 5, start().model, arrays={"prior": prior})})
+    (answer,) = wire.engine.exchange(
+        Audit(), {0: Task("sums", 5, start().model, arrays={"prior": prior})}
+    )
     assert isinstance(answer, Failure) and "were all images scored?" in answer.reason

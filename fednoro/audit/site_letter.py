@@ -1,7 +1,8 @@
 """The letter to a site: its own images, ranked by suspicion, as a page and as CSV files.
 
-It is written where the images are: in the run folder of a simulation, on its own disk at a real site, from the site's
-data and from what `Audit.work` left in its memory. Nothing in it is sent anywhere.
+It is written where the images are: in the run folder of a simulation, on its own disk
+at a real site, from the site's data and from what `Audit.work` left in its memory.
+Nothing in it is sent anywhere.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fednoro.audit.counting import site_counts, site_joint
+from fednoro.audit.audit_method import LEVELS, PROBABILITIES
+from fednoro.audit.confident_learning import site_counts, site_joint
+from fednoro.audit.csv_sheet import sheet
 from fednoro.audit.estimates import noise, off_diagonal
-from fednoro.audit.exchanges import LEVELS, PROBABILITIES
 from fednoro.audit.ranking import Ranking, rank
-from fednoro.audit.sheets import sheet
 from fednoro.core.files import disk_errors, write_whole
 from fednoro.core.types import IntArray, UserError
 from fednoro.report.web.audit_shell import plain, render
@@ -29,7 +30,17 @@ from fednoro.report.web.audit_shell import plain, render
 THUMBNAIL = 96  # pixels; smaller images are kept as they are
 TINY = 48  # images up to this size are shown enlarged with their pixels visible
 TOP = 200  # images that the page shows
-COLUMNS = ("id", "label", "given", "suggested", "finding", "suspicion", "p_given", "p_suggested", "rank")
+COLUMNS = (
+    "id",
+    "label",
+    "given",
+    "suggested",
+    "finding",
+    "suspicion",
+    "p_given",
+    "p_suggested",
+    "rank",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,9 @@ class Holding:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How the site's labels were judged: the model's probabilities, the common thresholds, and where they come from."""
+    """How the site's labels were judged: the model's probabilities, the common
+    thresholds, and where they come from.
+    """
 
     probabilities: NDArray[np.float64]
     thresholds: NDArray[np.float64]
@@ -60,15 +73,18 @@ class Judgement:
     def from_memory(cls, memory: Mapping[str, Tensor], how: str) -> Judgement:
         """From what the audit left in a site's memory."""
         if PROBABILITIES not in memory or LEVELS not in memory:
-            raise UserError("this site has not taken part in an audit to its end, so there is nothing to write of")
+            raise UserError(
+                "this site has not taken part in an audit to its end, "
+                "so there is nothing to write of"
+            )
         return cls(memory[PROBABILITIES].numpy(), memory[LEVELS].numpy(), how)
 
 
 def write_letter(folder: Path, site: Holding, judged: Judgement, top: int = TOP) -> Ranking:
     """Writes letter.html, images.csv and accepted.csv into `folder`.
 
-    images.csv has every image, ranked, with its label as given. accepted.csv is the same with every confident
-    suggestion accepted; `noise: from_file` reads either.
+    images.csv has every image, ranked, with its label as given. accepted.csv is the same with every
+    confident suggestion accepted; `noise: from_file` reads either.
     """
     ranking = rank(judged.probabilities, site.labels, judged.thresholds)
     with disk_errors(folder):
@@ -80,8 +96,12 @@ def write_letter(folder: Path, site: Holding, judged: Judgement, top: int = TOP)
 
 
 def rows(site: Holding, ranking: Ranking, accept: bool) -> list[tuple[str, ...]]:
-    """The cells of `COLUMNS` for every image; with `accept`, confident suggestions take the place of labels."""
-    labels = np.where(ranking.differs, ranking.suggested, ranking.given) if accept else ranking.given
+    """The cells of `COLUMNS` for every image; with `accept`, confident
+    suggestions take the place of labels.
+    """
+    labels = (
+        np.where(ranking.differs, ranking.suggested, ranking.given) if accept else ranking.given
+    )
     return [
         (
             site.ids[ranking.order[i]],
@@ -117,7 +137,12 @@ def letter(site: Holding, judged: Judgement, ranking: Ranking, top: int = TOP) -
         pairs=_pairs(site, joint),
         how=judged.how,
         sent=[
-            {"name": plain(site.classes[c]), "sum": f"{sums[c]:.3f}", "count": int(counts[c]), "row": joint[c].tolist()}
+            {
+                "name": plain(site.classes[c]),
+                "sum": f"{sums[c]:.3f}",
+                "count": int(counts[c]),
+                "row": joint[c].tolist(),
+            }
             for c in range(len(site.classes))
         ],
     )
@@ -157,7 +182,9 @@ def thumbnail(image: ArrayLike) -> str:
     from PIL import Image
 
     pixels = np.asarray(image)
-    picture = Image.fromarray(np.ascontiguousarray(pixels[..., :3] if pixels.shape[-1] >= 3 else pixels[..., 0]))
+    picture = Image.fromarray(
+        np.ascontiguousarray(pixels[..., :3] if pixels.shape[-1] >= 3 else pixels[..., 0])
+    )
     small, out = max(picture.size) <= THUMBNAIL, io.BytesIO()
     picture.thumbnail((THUMBNAIL, THUMBNAIL))
     if small and picture.mode == "L":

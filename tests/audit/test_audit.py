@@ -1,4 +1,6 @@
-"""An audit as people use it: a run, its audit, the letters in a browser, and the relabelled list in a new run."""
+"""An audit as people use it: a run, its audit, the letters in a browser, and the
+relabelled list in a new run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ import pytest
 from browser import Page, browser, chromium
 
 import fednoro
-from fednoro.audit.writing import Audited, audit_run
+from fednoro.audit.audit_files import Audited, audit_run
 from fednoro.core.types import UserError
 from fednoro.data.federation import Federation
 from fednoro.experiment.checkpoint import checkpoints, load_checkpoint
@@ -29,9 +31,16 @@ from fednoro.methods.fednoro_plus import SOFT
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Few clients with enough images that an early model can tell, in a few seconds.
 SMALL = (
-    "digits", "data.imbalance=2", "partition={name: iid, clients: 5}", "noise={name: symmetric, low: 0.3, high: 0.4}",
-    "model.width=8", "train.batch=16", "train.epochs=2", "train.lr=0.003", "device=cpu",
-)  # fmt: skip
+    "digits",
+    "data.imbalance=2",
+    "partition={name: iid, clients: 5}",
+    "noise={name: symmetric, low: 0.3, high: 0.4}",
+    "model.width=8",
+    "train.batch=16",
+    "train.epochs=2",
+    "train.lr=0.003",
+    "device=cpu",
+)
 ROUNDS = ("train.rounds=7", "method.warmup=6")
 
 
@@ -78,7 +87,9 @@ def test_the_coordinator_learns_no_id_and_no_image(audited: Audited, run: Run) -
     large = {i for i in ids if int(i) > 1000}
     assert len(large) > 300
     body = re.sub(r"<style>.*?</style>|<script>.*?</script>|<meta[^>]*>", "", html, flags=re.DOTALL)
-    found = set(re.findall(r"\d+", body.replace(",", ""))) | set(re.findall(r"\d+", json.dumps(known)))
+    found = set(re.findall(r"\d+", body.replace(",", ""))) | set(
+        re.findall(r"\d+", json.dumps(known))
+    )
     assert not (found & large) - {str(known["images"])}
 
 
@@ -106,11 +117,24 @@ def test_command_line_audits_a_run_that_has_only_begun(run: Run, tmp_path: Path)
     begun.mkdir()
     for name in ("config.yaml", "split.npz"):
         shutil.copy(run.folder / name, begun / name)
-    options = ("--scores", "cross_fit", "--rounds", "1", "--folds", "2", "--min-cell", "3", "--top", "4")
+    options = (
+        "--scores",
+        "cross_fit",
+        "--rounds",
+        "1",
+        "--folds",
+        "2",
+        "--min-cell",
+        "3",
+        "--top",
+        "4",
+    )
     command = [sys.executable, "-m", "fednoro", "audit", str(begun), *options, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "client 0" in done.stdout and "No model has seen a label that it judges" in " ".join(done.stdout.split())
+    assert "client 0" in done.stdout and "No model has seen a label that it judges" in " ".join(
+        done.stdout.split()
+    )
     values = json.loads((out / "audit.json").read_text(encoding="utf-8"))
     assert (values["scores"], values["models"], values["min_cell"]) == ("cross_fit", 2, 3)
     assert {site["verdict"] for site in values["sites"]} == {None}
@@ -121,55 +145,94 @@ def test_command_line_audits_a_run_that_has_only_begun(run: Run, tmp_path: Path)
 def test_benchmark_measures_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
     benchmark = import_module("benchmarks.audit")
-    overrides = ["noise={name: symmetric, rate: 0.5}", "partition={name: iid, clients: 4}", "method.warmup=2"]
-    rows = benchmark.one_seed("digits", 0, ["early"], 2, [*overrides, "model.width=4", "train.epochs=1", "device=cpu"])
+    overrides = [
+        "noise={name: symmetric, rate: 0.5}",
+        "partition={name: iid, clients: 4}",
+        "method.warmup=2",
+    ]
+    rows = benchmark.one_seed(
+        "digits", 0, ["early"], 2, [*overrides, "model.width=4", "train.epochs=1", "device=cpu"]
+    )
     assert rows["chance"]["top n"] == pytest.approx(0.2, abs=0.1)
     assert rows["early: federated"]["top n"] > rows["chance"]["top n"]
     assert "pooled cross_fit, 2 rounds, cleanlab" in benchmark.table([rows])
 
 
 def test_corrected_labels_are_judged_by_what_the_run_made_of_them(run: Run, tmp_path: Path) -> None:
-    plus = fednoro.run(*SMALL, "method=fednoro-plus", "train.rounds=9", "method.warmup=6", f"out={tmp_path}")
+    plus = fednoro.run(
+        *SMALL, "method=fednoro-plus", "train.rounds=9", "method.warmup=6", f"out={tmp_path}"
+    )
     assert plus.detection is not None and plus.detection["exact"], (
         "some are flagged, so that there are corrected labels"
     )
-    logs = {path.name: path.read_bytes() for path in plus.folder.iterdir() if path.suffix in (".jsonl", ".csv")}
+    logs = {
+        path.name: path.read_bytes()
+        for path in plus.folder.iterdir()
+        if path.suffix in (".jsonl", ".csv")
+    }
     done = audit_run(plus.folder, "corrected")
-    assert logs == {name: (plus.folder / name).read_bytes() for name in logs}, "an audit changes nothing in the run"
+    assert logs == {name: (plus.folder / name).read_bytes() for name in logs}, (
+        "an audit changes nothing in the run"
+    )
     ids = plus.config.data.load(plus.config.seed, lambda *_: None).ids
     assert ids is not None
     memories = load_checkpoint(checkpoints(RunFolder(plus.folder))[-1]).memories
     assert {k for k, memory in memories.items() if SOFT in memory} == set(plus.detection["flagged"])
     for k in plus.detection["flagged"]:
         q, part = memories[k][SOFT].numpy(), plus.federation.parts[k]
-        listed = sorted(float(row["p_given"]) for row in rows(done.letters[k].parent / "images.csv"))
+        listed = sorted(
+            float(row["p_given"]) for row in rows(done.letters[k].parent / "images.csv")
+        )
         kept = sorted(q[np.arange(len(part)), plus.federation.observed[part]].tolist())
         assert listed == pytest.approx(kept, abs=1e-3)
-        first = [row["id"] for row in rows(done.letters[k].parent / "images.csv")][: round(0.3 * len(part))]
+        first = [row["id"] for row in rows(done.letters[k].parent / "images.csv")][
+            : round(0.3 * len(part))
+        ]
         wrong = {ids[i] for i in part if plus.federation.clean[i] != plus.federation.observed[i]}
         assert np.mean([i in wrong for i in first]) > 0.8
         estimate = next(site.estimate for site in done.found.sites if site.client == k)
         assert estimate is not None and estimate.share is not None
         assert abs(estimate.share - plus.federation.rates[k]) < 0.15
     page = (done.folder / "index.html").read_text(encoding="utf-8")
-    assert "corrected them to" in page and "nothing was trained for it" in page and "model was trained" not in page
+    assert (
+        "corrected them to" in page
+        and "nothing was trained for it" in page
+        and "model was trained" not in page
+    )
     with pytest.raises(UserError, match="has no corrected labels: fednoro-plus leaves them"):
         audit_run(run.folder, "corrected", out=tmp_path / "none")
 
 
-def test_an_audit_that_was_edited_is_not_written_over_unless_forced(run: Run, tmp_path: Path) -> None:
+def test_an_audit_that_was_edited_is_not_written_over_unless_forced(
+    run: Run, tmp_path: Path
+) -> None:
     out = tmp_path / "audit"
     out.mkdir()
     letters = audit_run(run.folder, rounds=1, out=out).letters  # an empty folder will do
     edited = letters[0].parent / "accepted.csv"
     edited.write_text("decided by hand")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    command = [sys.executable, "-m", "fednoro", "audit", str(run.folder), "--rounds", "1", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "fednoro",
+        "audit",
+        str(run.folder),
+        "--rounds",
+        "1",
+        "--out",
+        str(out),
+    ]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert refused.returncode == 2
-    assert f"{out} exists already: choose another --out, or say --force to replace its files" in refused.stderr
+    assert (
+        f"{out} exists already: choose another --out, or say --force to replace its files"
+        in refused.stderr
+    )
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    forced = subprocess.run([*command, "--force"], capture_output=True, text=True, timeout=120, check=False)
+    forced = subprocess.run(
+        [*command, "--force"], capture_output=True, text=True, timeout=120, check=False
+    )
     assert forced.returncode == 0, forced.stderr
     assert edited.read_text().startswith("id,")
 
@@ -190,7 +253,9 @@ def tab() -> Iterator[Page]:
 
 @pytest.mark.parametrize("width", [390, 1100])
 @pytest.mark.parametrize("dark", [False, True])
-def test_pages_open_without_errors_network_or_overflow(audited: Audited, tab: Page, width: int, dark: bool) -> None:
+def test_pages_open_without_errors_network_or_overflow(
+    audited: Audited, tab: Page, width: int, dark: bool
+) -> None:
     for path in (audited.folder / "index.html", audited.letters[0]):
         tab.errors.clear()
         tab.requests.clear()
@@ -205,7 +270,12 @@ def test_pages_open_without_errors_network_or_overflow(audited: Audited, tab: Pa
         button, seen = "document.querySelector('[data-theme-button]')", []
         for _ in range(3):
             tab.run(f"{button}.click()")
-            seen.append(tab.run(f"[{button}.textContent, getComputedStyle(document.documentElement).backgroundColor]"))
+            seen.append(
+                tab.run(
+                    f"[{button}.textContent, "
+                    "getComputedStyle(document.documentElement).backgroundColor]"
+                )
+            )
         assert [name for name, _ in seen] == ["light", "dark", "auto"]
         assert seen[0][1] != seen[1][1] == "rgb(21, 25, 28)" and seen[2][1] == ground
 
@@ -217,14 +287,14 @@ def test_a_letter_filters_sorts_edits_and_saves(audited: Audited, run: Run, tab:
 
     def choose(selector: str, value: str) -> None:
         tab.run(
-            f"(e => {{ e.value = {json.dumps(value)}; e.dispatchEvent(new Event('change', {{bubbles: true}})) }})"
-            f"(document.querySelector({json.dumps(selector)}))"
+            f"(e => {{ e.value = {json.dumps(value)}; e.dispatchEvent(new Event('change', "
+            f"{{bubbles: true}})) }})(document.querySelector({json.dumps(selector)}))"
         )
 
     # What would be saved is caught instead, as a test has no folder for downloads.
     tab.run(
-        "URL.createObjectURL = blob => { window.saved = blob.text(); return '#' };"
-        "HTMLAnchorElement.prototype.click = function () {}"
+        "URL.createObjectURL = blob => { window.saved = blob.text(); return '#' "
+        "};HTMLAnchorElement.prototype.click = function () {}"
     )
     choose("[data-filter=finding]", "looks different")
     findings = tab.run(f"{shown}.map(row => row.dataset.finding)")
@@ -239,17 +309,23 @@ def test_a_letter_filters_sorts_edits_and_saves(audited: Audited, run: Run, tab:
     # One of them gets another label than the suggested one; its list is filled when it is reached.
     tab.run(f"{shown}[0].querySelector('select').focus()")
     assert tab.run(f"{shown}[0].querySelector('select').options.length") == 10
-    other = tab.run(f"(d => [...'0123456789'].find(c => c !== d.given && c !== d.suggested))({shown}[0].dataset)")
+    other = tab.run(
+        "(d => [...'0123456789'].find(c => c !== d.given && c !== "
+        f"d.suggested))({shown}[0].dataset)"
+    )
     tab.run(
-        f"(e => {{ e.value = {json.dumps(other)}; e.dispatchEvent(new Event('change', {{bubbles: true}})) }})"
-        f"({shown}[0].querySelector('select'))"
+        f"(e => {{ e.value = {json.dumps(other)}; e.dispatchEvent(new Event('change', {{bubbles: "
+        f"true}})) }})({shown}[0].querySelector('select'))"
     )
     tab.run("document.querySelector('[data-save]').click()")
     saved = list(csv.DictReader(io.StringIO(tab.run("window.saved"), newline="")))
     assert len(saved) == len(findings)
     assert saved[0]["label"] == other and saved[0]["accepted"] == "no"
     assert all(row["label"] == row["suggested"] and row["accepted"] == "yes" for row in saved[1:])
-    tab.run("document.querySelector('[data-none]').click(); document.querySelector('[data-save]').click()")
+    tab.run(
+        "document.querySelector('[data-none]').click(); "
+        "document.querySelector('[data-save]').click()"
+    )
     saved = list(csv.DictReader(io.StringIO(tab.run("window.saved"), newline="")))
     assert all(row["label"] == row["given"] and row["accepted"] == "no" for row in saved)
     tab.run("window.onbeforeunload = null")

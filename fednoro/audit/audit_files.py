@@ -11,10 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fednoro.audit.estimates import Findings, SiteFinding, findings
-from fednoro.audit.exchanges import Audit, Scores
-from fednoro.audit.letter import COLUMNS, TOP, Holding, Judgement, rows, write_letter
-from fednoro.audit.page import (
+from fednoro.audit.audit_method import Audit, Scores
+from fednoro.audit.coordinator_page import (
     Account,
     doubt,
     headline,
@@ -26,8 +24,10 @@ from fednoro.audit.page import (
     unjudged,
     words,
 )
-from fednoro.audit.sheets import sheet
-from fednoro.audit.simulated import Examined, Subject, examine, subject
+from fednoro.audit.csv_sheet import sheet
+from fednoro.audit.estimates import Findings, SiteFinding, findings
+from fednoro.audit.simulated_audit import Examined, Subject, examine, subject
+from fednoro.audit.site_letter import COLUMNS, TOP, Holding, Judgement, rows, write_letter
 from fednoro.core.files import disk_errors, write_json, write_whole
 from fednoro.core.types import UserError
 from fednoro.experiment.drive import Watcher, warnings_to
@@ -56,7 +56,8 @@ def audit_run(
     watcher: Watcher | None = None,
     force: bool = False,
 ) -> Audited:
-    """Audits a run: index.html and audit.json for the coordinator, sites/NAME/ with a letter for each site.
+    """Audits a run: index.html and audit.json for the coordinator, sites/NAME/
+    with a letter for each site.
 
     A folder that holds something already, decisions perhaps, is left alone unless `force` is given.
     """
@@ -64,14 +65,19 @@ def audit_run(
     folder = (run / "audit" if out is None else out).expanduser()
     with disk_errors(folder):
         if not force and folder.is_dir() and any(folder.iterdir()):
-            raise UserError(f"{folder} exists already: choose another --out, or say --force to replace its files")
+            raise UserError(
+                f"{folder} exists already: choose another --out, or "
+                "say --force to replace its files"
+            )
     with warnings_to(watcher), subject(run, watcher, device) as of:
         method = Audit(scores=scores, warmup=rounds or of.warmup, folds=folds)
         examined, how = examine(of, method), method.explain()
         found = _findings(of, examined, min_cell)
         with disk_errors(folder):
             (folder / "sites").mkdir(parents=True, exist_ok=True)
-        account = Account(run.resolve().name, how, scores, method.warmup, method.models, examined.thresholds)
+        account = Account(
+            run.resolve().name, how, scores, method.warmup, method.models, examined.thresholds
+        )
         write_page(folder, found, account)
         letters = _letters(folder / "sites", of, examined, how, top)
     return Audited(folder, found, letters, account)
@@ -106,19 +112,25 @@ def _letters(folder: Path, of: Subject, examined: Examined, how: str, top: int) 
     for k, p in sorted(examined.probabilities.items()):
         index = federation.parts[k]
         images, mine = dataset.images[index], [ids[i] for i in index]
-        site = Holding(federation.names[k], images, federation.observed[index], mine, federation.classes)
+        site = Holding(
+            federation.names[k], images, federation.observed[index], mine, federation.classes
+        )
         ranking = write_letter(folder / names[k], site, Judgement(p, examined.thresholds, how), top)
         accepted += rows(site, ranking, accept=True)
         written.append(folder / names[k] / "letter.html")
         of.lab.watcher.progress("writing letters", len(written), len(examined.probabilities))
-    write_whole(folder / "accepted.csv", sheet(COLUMNS, accepted))  # nobody could, outside a simulation
+    # nobody could, outside a simulation
+    write_whole(folder / "accepted.csv", sheet(COLUMNS, accepted))
     return tuple(written)
 
 
 def folder_names(names: Sequence[str]) -> list[str]:
     """A plain folder name for each site, no two alike."""
     plains = [re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] for name in names]
-    return [name if name and plains.count(name) == 1 else f"{name or 'site'}-{k}" for k, name in enumerate(plains)]
+    return [
+        name if name and plains.count(name) == 1 else f"{name or 'site'}-{k}"
+        for k, name in enumerate(plains)
+    ]
 
 
 def summary(done: Audited) -> Group:
@@ -130,7 +142,10 @@ def summary(done: Audited) -> Group:
         lines.append(f"without an answer: {', '.join(map(plain, found.absent))}")
     lines.append(f"page: {done.folder / 'index.html'}")
     if done.letters:
-        lines.append(f"letters: {len(done.letters)} under {done.folder / 'sites'}, the first {done.letters[0]}")
+        lines.append(
+            f"letters: {len(done.letters)} under "
+            f"{done.folder / 'sites'}, the first {done.letters[0]}"
+        )
     return Group(site_table(ordered(found)), *map(Text, lines))
 
 

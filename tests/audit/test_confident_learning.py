@@ -1,4 +1,6 @@
-"""Federated confident learning: the same counts as on pooled data, and what the coordinator makes of them."""
+"""Federated confident learning: the same counts as on pooled data, and what
+the coordinator makes of them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fednoro.audit.counting import (
+from fednoro.audit.confident_learning import (
     NEVER,
     UNSURE,
     calibrated,
@@ -41,30 +43,46 @@ def federated(p: Floats, y: Ints, sites: Ints) -> tuple[Floats, Ints, Ints]:
 
 @st.composite
 def federations(draw: st.DrawFn) -> tuple[Floats, Ints, Ints]:
-    """Coarse probabilities, so that ties within a row, between rows and with thresholds are common."""
+    """Coarse probabilities, so that ties within a row, between rows
+    and with thresholds are common.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    classes, images, count = draw(st.integers(2, 7)), draw(st.integers(1, 60)), draw(st.integers(1, 6))
+    classes, images, count = (
+        draw(st.integers(2, 7)),
+        draw(st.integers(1, 60)),
+        draw(st.integers(1, 6)),
+    )
     steps = draw(st.sampled_from([2, 4, 10, 1000]))
-    weights = rng.multinomial(steps, rng.dirichlet(np.full(classes, draw(st.sampled_from([0.2, 1.0])))), images)
-    held = rng.choice(classes, draw(st.integers(1, classes)), replace=False)  # some classes are held by nobody
+    weights = rng.multinomial(
+        steps, rng.dirichlet(np.full(classes, draw(st.sampled_from([0.2, 1.0])))), images
+    )
+    # some classes are held by nobody
+    held = rng.choice(classes, draw(st.integers(1, classes)), replace=False)
     return weights / steps, rng.choice(held, images), rng.integers(0, count, images)
 
 
 @settings(deadline=None, max_examples=150)
 @given(federations())
-def test_federated_counts_are_those_of_cleanlab_on_the_pooled_data(data: tuple[Floats, Ints, Ints]) -> None:
+def test_federated_counts_are_those_of_cleanlab_on_the_pooled_data(
+    data: tuple[Floats, Ints, Ints],
+) -> None:
     p, y, sites = data
     level, joint, counts = federated(p, y, sites)
     np.testing.assert_allclose(level, get_confident_thresholds(y, p), rtol=0, atol=1e-12)
     np.testing.assert_array_equal(joint, compute_confident_joint(y, p, calibrate=False))
     np.testing.assert_array_equal(counts, np.bincount(y, minlength=p.shape[1]))
-    # cleanlab rounds its calibrated joint to whole images, equal fractions by chance; ours keeps the fractions.
+    # cleanlab rounds its calibrated joint to whole images, equal fractions by
+    # chance; ours keeps the fractions.
     assert np.abs(calibrated(joint, counts) - compute_confident_joint(y, p)).max() < 1
     np.testing.assert_allclose(calibrated(joint, counts).sum(axis=1), counts)
 
 
-@pytest.mark.parametrize(("images", "classes", "sites"), [(5000, 3, 20), (3000, 40, 7), (2000, 10, 1)])
-def test_federated_counts_are_those_of_cleanlab_at_size(images: int, classes: int, sites: int) -> None:
+@pytest.mark.parametrize(
+    ("images", "classes", "sites"), [(5000, 3, 20), (3000, 40, 7), (2000, 10, 1)]
+)
+def test_federated_counts_are_those_of_cleanlab_at_size(
+    images: int, classes: int, sites: int
+) -> None:
     rng = np.random.default_rng(images)
     y = rng.integers(0, classes, images)
     p = rng.dirichlet(np.full(classes, 0.3), images)
@@ -78,15 +96,22 @@ def test_federated_counts_are_those_of_cleanlab_at_size(images: int, classes: in
 @given(federations())
 def test_ranking_is_by_cleanlab_margin(data: tuple[Floats, Ints, Ints]) -> None:
     p, y, _ = data
-    np.testing.assert_allclose((1 + margins(p, y)) / 2, get_normalized_margin_for_each_label(y, p), atol=1e-12)
+    np.testing.assert_allclose(
+        (1 + margins(p, y)) / 2, get_normalized_margin_for_each_label(y, p), atol=1e-12
+    )
 
 
 def test_an_image_looks_like_the_class_whose_threshold_it_reaches() -> None:
     p = np.array([[0.6, 0.4, 0.0], [0.5, 0.3, 0.2], [0.2, 0.1, 0.7], [0.45, 0.55, 0.0]])
     level = np.array([0.55, 0.4, NEVER])
-    # Both reached: the most probable. None reached: not sure. A class that nobody holds is never reached.
+    # Both reached: the most probable. None reached: not sure. A class that
+    # nobody holds is never reached.
     assert looks_like(p, level).tolist() == [0, UNSURE, UNSURE, 1]
-    assert site_joint(p, np.array([1, 0, 2, 1]), level).tolist() == [[0, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert site_joint(p, np.array([1, 0, 2, 1]), level).tolist() == [
+        [0, 0, 0],
+        [1, 1, 0],
+        [0, 0, 0],
+    ]
 
 
 def test_a_site_with_one_confidence_for_all_reaches_its_own_mean() -> None:
@@ -115,7 +140,9 @@ def test_ranking_puts_the_most_doubtful_first_and_calls_only_confident_ones_diff
         ([[1.5, -0.5]], [0]),
     ],
 )
-def test_what_is_no_probability_or_no_label_is_refused(p: list[list[float]], y: list[float]) -> None:
+def test_what_is_no_probability_or_no_label_is_refused(
+    p: list[list[float]], y: list[float]
+) -> None:
     with pytest.raises(UserError):
         site_counts(np.array(p), np.array(y))
 

@@ -1,4 +1,6 @@
-"""Letters and pages: what they hold, what they never hold, and what hostile names cannot do to them."""
+"""Letters and pages: what they hold, what they never hold, and what
+hostile names cannot do to them.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,37 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from fednoro.audit.counting import site_joint
+from fednoro.audit.audit_files import Audited, folder_names, summary
+from fednoro.audit.audit_method import LEVELS, PROBABILITIES
+from fednoro.audit.confident_learning import site_joint
+from fednoro.audit.coordinator_page import (
+    Account,
+    doubt,
+    headline,
+    lead,
+    otherwise,
+    page,
+    to_json,
+    unjudged,
+)
+from fednoro.audit.csv_sheet import neutral, sheet
 from fednoro.audit.estimates import Findings, findings
-from fednoro.audit.exchanges import LEVELS, PROBABILITIES
-from fednoro.audit.letter import Holding, Judgement, thumbnail, write_letter
-from fednoro.audit.page import Account, doubt, headline, lead, otherwise, page, to_json, unjudged
-from fednoro.audit.sheets import neutral, sheet
-from fednoro.audit.writing import Audited, folder_names, summary
+from fednoro.audit.site_letter import Holding, Judgement, thumbnail, write_letter
 from fednoro.core.types import UserError
 from fednoro.data.noise import observed_from_file
 from fednoro.report.web.audit_shell import THEMES
 from fednoro.report.web.palette import contrast, mixed
 
 HOSTILE = (
-    '<script>alert("1")</script>', "</script><img src=x onerror=alert(2)>", "\"'><svg/onload=alert(3)>", "{{ 7 * 7 }}",
-    "=HYPERLINK(\"http://evil\")", "javascript:alert(4)", "a\u202eb\x1b[31m", "--></style><b>",
-)  # fmt: skip
+    '<script>alert("1")</script>',
+    "</script><img src=x onerror=alert(2)>",
+    "\"'><svg/onload=alert(3)>",
+    "{{ 7 * 7 }}",
+    '=HYPERLINK("http://evil")',
+    "javascript:alert(4)",
+    "a\u202eb\x1b[31m",
+    "--></style><b>",
+)
 
 
 class Tags(HTMLParser):
@@ -50,7 +67,11 @@ class Tags(HTMLParser):
 def check_harmless(html: bytes) -> None:
     tags = Tags(html).tags
     assert [tag for tag, _ in tags].count("script") == 1
-    policy = next(a["content"] for tag, a in tags if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"]
+        for tag, a in tags
+        if tag == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy and "default-src 'none'" in policy and "script-src 'sha256-" in policy
     assert {tag for tag, _ in tags} & {"iframe", "object", "embed", "base", "form", "b>"} == set()
     for _, attributes in tags:
@@ -62,7 +83,9 @@ def check_harmless(html: bytes) -> None:
     )
 
 
-def holding(images: int = 12, classes: tuple[str, ...] = ("cat", "dog", "owl"), **changes: object) -> Holding:
+def holding(
+    images: int = 12, classes: tuple[str, ...] = ("cat", "dog", "owl"), **changes: object
+) -> Holding:
     rng = np.random.default_rng(3)
     pixels = rng.integers(0, 256, (images, 8, 8, 1)).astype(np.uint8)
     given: dict[str, object] = {
@@ -84,16 +107,24 @@ def read(path: Path) -> list[dict[str, str]]:
 def test_letter_shows_the_top_and_csv_has_all(tmp_path: Path) -> None:
     site = holding()
     ranking = write_letter(tmp_path, site, judgement(site), top=5)
-    rows = [a for tag, a in Tags((tmp_path / "letter.html").read_bytes()).tags if tag == "tr" and "data-id" in a]
+    rows = [
+        a
+        for tag, a in Tags((tmp_path / "letter.html").read_bytes()).tags
+        if tag == "tr" and "data-id" in a
+    ]
     images = read(tmp_path / "images.csv")
     assert [row["data-id"] for row in rows] == [row["id"] for row in images[:5]]
     assert len(images) == 12 and sorted(row["id"] for row in images) == sorted(site.ids)
-    assert [float(row["suspicion"]) for row in images] == sorted((float(r["suspicion"]) for r in images), reverse=True)
+    assert [float(row["suspicion"]) for row in images] == sorted(
+        (float(r["suspicion"]) for r in images), reverse=True
+    )
     assert all(row["label"] == row["given"] for row in images)
     accepted = read(tmp_path / "accepted.csv")
     changed = [row["label"] != row["given"] for row in accepted]
     assert changed == ranking.differs.tolist() and any(changed)
-    assert all(row["label"] == row["suggested"] for row, c in zip(accepted, changed, strict=True) if c)
+    assert all(
+        row["label"] == row["suggested"] for row, c in zip(accepted, changed, strict=True) if c
+    )
 
 
 def test_thumbnails_are_the_images() -> None:
@@ -118,12 +149,21 @@ def test_hostile_names_do_nothing(tmp_path: Path, hostile: str) -> None:
     assert b"\x1b" not in re.sub(rb'data-[\w-]+="[^"]*"|value="[^"]*"', b"", html)
 
 
-def told(names: list[str] | None = None, classes: tuple[str, ...] = ("cat", "dog", "owl"), least: int = 5) -> Findings:
+def told(
+    names: list[str] | None = None, classes: tuple[str, ...] = ("cat", "dog", "owl"), least: int = 5
+) -> Findings:
     joints = {0: [[30, 19, 0], [12, 30, 0], [1, 0, 25]], 1: [[40, 1, 0], [0, 40, 0], [0, 0, 40]]}
     tables = {k: np.array(joint) for k, joint in joints.items()}
     counts = {k: table.sum(axis=1) + 3 for k, table in tables.items()}
-    judged = {"clients": {"0": {"noisy": True, "posterior": 0.9}, "1": {"noisy": False, "posterior": None}}}
-    return findings(counts, tables, names or ["North", "South", "East"], classes, least, judged, [0.2, 0.0, 0.0])
+    judged = {
+        "clients": {
+            "0": {"noisy": True, "posterior": 0.9},
+            "1": {"noisy": False, "posterior": None},
+        }
+    }
+    return findings(
+        counts, tables, names or ["North", "South", "East"], classes, least, judged, [0.2, 0.0, 0.0]
+    )
 
 
 def account(run: str = "first") -> Account:
@@ -138,14 +178,20 @@ def test_page_opens_with_the_answer() -> None:
     quiet = findings({0: np.array([50, 50])}, {0: np.diag([40, 40])}, ["a"], ["x", "y"], 5)
     assert headline(quiet) == "No site stands out"
     nobody = findings({}, {}, ["a"], ["x", "y"], 5)
-    assert b"No site answered" in page(nobody, Account("r", "", "early", 1, 1, np.array([2.0, 2.0])))
+    assert b"No site answered" in page(
+        nobody, Account("r", "", "early", 1, 1, np.array([2.0, 2.0]))
+    )
 
 
 def few_images(verdicts: dict[int, bool] | None = None) -> Findings:
-    """Three sites of 30 images with two wrong labels each at most; at the last, 10 could be judged."""
+    """Three sites of 30 images with two wrong labels each at most; at
+    the last, 10 could be judged.
+    """
     counts = {k: np.array([15, 15]) for k in range(3)}
     joints = {k: np.diag([14, 14]) for k in range(2)} | {2: np.array([[4, 1], [1, 4]])}
-    judged = {"clients": {str(k): {"noisy": v, "posterior": 0.9} for k, v in (verdicts or {}).items()}}
+    judged = {
+        "clients": {str(k): {"noisy": v, "posterior": 0.9} for k, v in (verdicts or {}).items()}
+    }
     return findings(counts, joints, ["North", "South", "East"], ["x", "y"], 5, judged)
 
 
@@ -170,7 +216,9 @@ def test_what_too_few_images_cannot_show_is_not_called_fine() -> None:
         and "share of those judged" in html
     )
     quiet = findings({0: np.array([50, 50])}, {0: np.diag([40, 40])}, ["a"], ["x", "y"], 5)
-    assert lead(quiet).endswith("are wrong; up to 5% would not show.") and "Nothing has to be done" in page_of(quiet)
+    assert lead(quiet).endswith(
+        "are wrong; up to 5% would not show."
+    ) and "Nothing has to be done" in page_of(quiet)
     assert "Nothing has to be done" not in page_of(findings({}, {}, ["a"], ["x", "y"], 5))
 
 
@@ -181,17 +229,26 @@ def test_a_site_that_only_the_detector_flags_is_named_with_what_to_do() -> None:
     assert "The run&#39;s own detector flagged East, where" in html and "--scores cross_fit" in html
     assert "Ask East to look at" in html and "Nothing has to be done" not in html
     again = page_of(found, "cross_fit")
-    assert "--scores cross_fit" not in again and "The images at the top of its letter will tell more." in again
-    wide = {0: np.array([[30, 30], [0, 40]]), 1: np.diag([50, 50])}  # the audit names one, the detector both
+    assert (
+        "--scores cross_fit" not in again
+        and "The images at the top of its letter will tell more." in again
+    )
+    # the audit names one, the detector both
+    wide = {0: np.array([[30, 30], [0, 40]]), 1: np.diag([50, 50])}
     judged = {"clients": {k: {"noisy": True, "posterior": 0.9} for k in "01"}}
-    both = findings({k: j.sum(axis=1) for k, j in wide.items()}, wide, ["a", "b"], ["x", "y"], 5, judged)
+    both = findings(
+        {k: j.sum(axis=1) for k, j in wide.items()}, wide, ["a", "b"], ["x", "y"], 5, judged
+    )
     assert headline(both) == "1 of 2 sites has many labels to look at"
     assert (otherwise(both, "early") or "").startswith("The run's own detector flagged b, where")
     assert otherwise(few_images({0: False, 2: False}), "early") is None
 
 
 def test_a_site_whose_images_could_mostly_not_be_judged_is_named() -> None:
-    said = "Many images could not be judged, so that nothing is known about their labels: East (at least 63% of 30)."
+    said = (
+        "Many images could not be judged, so that nothing is known about their "
+        "labels: East (at least 63% of 30)."
+    )
     assert unjudged(few_images()) == to_json(few_images(), account_of_two())["unjudged"] == said
     assert said in page_of(few_images())
     none = findings({0: np.array([15, 15])}, {0: np.diag([1, 1])}, ["a"], ["x", "y"], 5)
@@ -209,21 +266,30 @@ def test_the_terminal_says_what_speaks_against_an_audit() -> None:
 
 def test_a_model_that_finds_fault_with_most_labels_is_itself_in_doubt() -> None:
     assert to_json(told(), account())["doubt"] is None
-    weak = findings({0: np.array([50, 50])}, {0: np.array([[10, 30], [30, 10]])}, ["a"], ["x", "y"], 5)
+    weak = findings(
+        {0: np.array([50, 50])}, {0: np.array([[10, 30], [30, 10]])}, ["a"], ["x", "y"], 5
+    )
     html = page(weak, Account("r", "", "early", 1, 1, np.array([0.5, 0.5]))).decode()
     assert "Distrust this." in html and "audit again with more rounds" in html
     both = {0: np.array([[60, 40], [30, 70]]), 1: np.array([[75, 25], [20, 80]])}
-    everywhere = findings({k: j.sum(axis=1) for k, j in both.items()}, both, ["a", "b"], ["x", "y"], 5)
+    everywhere = findings(
+        {k: j.sum(axis=1) for k, j in both.items()}, both, ["a", "b"], ["x", "y"], 5
+    )
     assert "Even at the best site 22% of the labels look wrong." in (doubt(everywhere) or "")
     alone = findings({0: both[0].sum(axis=1)}, {0: both[0]}, ["a"], ["x", "y"], 5)
     assert doubt(alone) is None, "a single site may be as it is"
     good = both | {2: np.array([[100, 0], [1, 99]])}
-    some = findings({k: j.sum(axis=1) for k, j in good.items()}, good, ["a", "b", "c"], ["x", "y"], 5)
+    some = findings(
+        {k: j.sum(axis=1) for k, j in good.items()}, good, ["a", "b", "c"], ["x", "y"], 5
+    )
     assert some.sites[2].estimate is not None and some.sites[2].estimate.share is None
     assert doubt(some) is None, "one site has hardly any, though how many may not be shown"
     tiny = {k: np.array([[6, 1], [1, 6]]) for k in range(2)}
     few = findings({k: j.sum(axis=1) for k, j in tiny.items()}, tiny, ["a", "b"], ["x", "y"], 5)
-    assert all(site.estimate and site.estimate.share is None and site.estimate.high > 0.2 for site in few.sites)
+    assert all(
+        site.estimate and site.estimate.share is None and site.estimate.high > 0.2
+        for site in few.sites
+    )
     assert doubt(few) is None, "none at all may be wrong"
 
 
@@ -247,9 +313,14 @@ def test_neutralised_ids_and_labels_are_read_back(tmp_path: Path) -> None:
     classes = ("-", "=sum", "ok")
     labels = np.arange(len(ids)) % 3
     (tmp_path / "labels.csv").write_bytes(
-        sheet(("id", "label", "note"), [(i, classes[c], "=x") for i, c in zip(ids, labels.tolist(), strict=True)])
+        sheet(
+            ("id", "label", "note"),
+            [(i, classes[c], "=x") for i, c in zip(ids, labels.tolist(), strict=True)],
+        )
     )
-    back = observed_from_file(tmp_path / "labels.csv", ids, classes, np.zeros(len(ids), dtype=np.int64))
+    back = observed_from_file(
+        tmp_path / "labels.csv", ids, classes, np.zeros(len(ids), dtype=np.int64)
+    )
     np.testing.assert_array_equal(back, labels)
 
 

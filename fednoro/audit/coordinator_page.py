@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fednoro.audit.counting import NEVER
+from fednoro.audit.confident_learning import NEVER
 from fednoro.audit.estimates import Estimate, Findings, SiteFinding, judged_at_most
 from fednoro.core.types import FloatArray
 from fednoro.report.web.audit_shell import percent, plain, render
 
 MANY = 0.1  # a site whose interval begins above this is named in the headline
 WEAK = 0.5  # a share over all sites above which the model is to be doubted before the labels
-UNJUDGED = 0.4  # a share of a site's images that could not be judged, from which on the page says so
+# a share of a site's images that could not be judged, from which on the page says so
+UNJUDGED = 0.4
 NAMED = 12  # sites in a sentence
-EVERYWHERE = 0.15  # a share that even the best of several sites exceeds: much of it is the model's own mistakes
+# a share that even the best of several sites exceeds: much of it is the model's own mistakes
+EVERYWHERE = 0.15
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,12 @@ class Account:
 def page(found: Findings, account: Account) -> bytes:
     """The page as an HTML file."""
     sites = ordered(found)
-    shown = [line.values[j] or 0 for i, line in enumerate(found.table) for j in range(len(found.classes)) if j != i]
+    shown = [
+        line.values[j] or 0
+        for i, line in enumerate(found.table)
+        for j in range(len(found.classes))
+        if j != i
+    ]
     return render(
         "page.html",
         title=f"Label audit: {plain(account.run)}",
@@ -87,7 +94,10 @@ def to_json(found: Findings, account: Account) -> dict[str, Any]:
         "labelled_looks_like": [
             {
                 "labelled": found.classes[i],
-                "looks_like": {name: _cell(line.text(j), line.values[j]) for j, name in enumerate(found.classes)},
+                "looks_like": {
+                    name: _cell(line.text(j), line.values[j])
+                    for j, name in enumerate(found.classes)
+                },
                 "not_sure": _cell(line.text(len(found.classes)), line.values[-1]),
                 "total": line.total if line.total is not None else "withheld",
             }
@@ -101,14 +111,22 @@ def ordered(found: Findings) -> list[SiteFinding]:
 
     def key(site: SiteFinding) -> tuple[float, float, int]:
         e = site.estimate
-        return (-1.0 if e is None or e.share is None else e.share, 0.0 if e is None else e.high, -site.client)
+        return (
+            -1.0 if e is None or e.share is None else e.share,
+            0.0 if e is None else e.high,
+            -site.client,
+        )
 
     return sorted(found.sites, key=key, reverse=True)
 
 
 def standing_out(found: Findings) -> list[SiteFinding]:
     """Sites where more than chance says that many labels may be wrong."""
-    return [s for s in ordered(found) if s.estimate and s.estimate.share is not None and s.estimate.low > MANY]
+    return [
+        s
+        for s in ordered(found)
+        if s.estimate and s.estimate.share is not None and s.estimate.low > MANY
+    ]
 
 
 def flagged_alone(found: Findings) -> list[SiteFinding]:
@@ -125,7 +143,10 @@ def headline(found: Findings) -> str:
     if not count:
         said = "No site stands out" if _bound(found) <= MANY else "No site is shown to stand out"
         return f"{said}, though the run's detector flagged {others}" if others else said
-    return f"{count} of {len(found.sites)} sites {'has' if count == 1 else 'have'} many labels to look at"
+    return (
+        f"{count} of {len(found.sites)} sites "
+        f"{'has' if count == 1 else 'have'} many labels to look at"
+    )
 
 
 def lead(found: Findings) -> str:
@@ -137,14 +158,14 @@ def lead(found: Findings) -> str:
         most = max((site.estimate.high for site in found.sites if site.estimate), default=1.0)
         few = "with so few images even" if most > MANY else "up to"
         return (
-            f"At no site is it shown that more than {percent(MANY)} of the labels are wrong; "
-            f"{few} {percent(most)} would not show."
+            f"At no site is it shown that more than {percent(MANY)} of the labels are wrong; {few} "
+            f"{percent(most)} would not show."
         )
     named = [f"{plain(s.name)} ({percent(s.estimate.share or 0)})" for s in sites if s.estimate]
     where = "this site" if len(named) == 1 else "these sites"
     return (
-        f"At {where} more than {percent(MANY)} of the labels may be wrong, beyond what chance explains: "
-        f"{_listed(named)}."
+        f"At {where} more than {percent(MANY)} of the labels may be wrong, beyond what "
+        f"chance explains: {_listed(named)}."
     )
 
 
@@ -153,17 +174,24 @@ def otherwise(found: Findings, scores: str) -> str | None:
     if not (sites := flagged_alone(found)):
         return None
     said = (
-        f"The run's own detector flagged {_listed([plain(site.name) for site in sites])}, "
-        f"where the audit does not show that more than {percent(MANY)} of the labels are wrong."
+        f"The run's own detector flagged {_listed([plain(site.name) for site in sites])}, where "
+        f"the audit does not show that more than {percent(MANY)} of the labels are wrong."
     )
     if scores == "cross_fit":
         return f"{said} The images at the top of its letter will tell more."
-    return f"{said} Audit again with --scores cross_fit: its models have not seen the labels that they judge."
+    return (
+        f"{said} Audit again with --scores cross_fit: its models have not "
+        "seen the labels that they judge."
+    )
 
 
 def unjudged(found: Findings) -> str | None:
     """Where a large share of the images could not be judged."""
-    missing = [(site, site.images - judged_at_most(site, found.least)) for site in ordered(found) if site.images]
+    missing = [
+        (site, site.images - judged_at_most(site, found.least))
+        for site in ordered(found)
+        if site.images
+    ]
     named = [
         f"{plain(site.name)} (at least {100 * count // site.images}% of {site.images:,})"
         for site, count in missing
@@ -177,16 +205,18 @@ def doubt(found: Findings) -> str | None:
     """What speaks against the whole audit, if anything does."""
     if found.overall.share is not None and found.overall.share > WEAK:
         return (
-            f"Over all sites more than {percent(WEAK)} of the labels look wrong. A model that has learnt too little "
-            "looks like that too: audit again with more rounds before you write to anybody."
+            f"Over all sites more than {percent(WEAK)} of the labels look wrong. A model "
+            "that has learnt too little looks like that too: audit again with more "
+            "rounds before you write to anybody."
         )
     estimates = [site.estimate for site in found.sites if site.estimate is not None]
-    shares = [estimate.share for estimate in estimates if estimate.share is not None]  # others may well be 0
+    # others may well be 0
+    shares = [estimate.share for estimate in estimates if estimate.share is not None]
     if 1 < len(shares) == len(estimates) and min(shares) > EVERYWHERE:
         return (
-            f"Even at the best site {percent(min(shares))} of the labels look wrong. Much of every share will be the "
-            "model's own mistakes: compare sites with each other, and read the letters from the top, rather than trust "
-            "a share."
+            f"Even at the best site {percent(min(shares))} of the labels look wrong. Much of every "
+            "share will be the model's own mistakes: compare sites with each other, and read the "
+            "letters from the top, rather than trust a share."
         )
     return None
 
@@ -202,16 +232,22 @@ def words(estimate: Estimate | None) -> str:
 
 def _bound(found: Findings) -> float:
     """The largest share of wrong labels that would not show at some site."""
-    return max((1.0 if site.estimate is None else site.estimate.high for site in found.sites), default=1.0)
+    return max(
+        (1.0 if site.estimate is None else site.estimate.high for site in found.sites), default=1.0
+    )
 
 
 def _calm(found: Findings) -> bool:
     """Whether nothing has to be done, which is more than that nothing was shown."""
-    return _bound(found) <= MANY and not (standing_out(found) or flagged_alone(found) or unjudged(found))
+    return _bound(found) <= MANY and not (
+        standing_out(found) or flagged_alone(found) or unjudged(found)
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return ", ".join(names[:NAMED]) + (
+        f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    )
 
 
 def _trained(account: Account) -> str:

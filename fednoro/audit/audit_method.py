@@ -1,15 +1,20 @@
 """The audit as exchanges: train, predict, sums, joint.
 
-    train   FedLA for a few rounds; in cross-fitting once per fold, each time anew and without the fold's labels
-    predict each site keeps the model's outputs f, in cross-fitting for the fold's images; it sends its class counts
-    sums    the coordinator says how frequent each class is over all sites, π: FedLA's outputs are for classes of equal
-            frequency, so that p = softmax(f + log π); each site sends Σ p_j and its counts, and receives thresholds t_j
+    train   FedLA for a few rounds; in cross-fitting once per fold, each time anew and without the
+            fold's labels
+    predict each site keeps the model's outputs f, in cross-fitting for the fold's images; it sends
+            its class counts
+    sums    the coordinator says how frequent each class is over all sites, π: FedLA's outputs are
+            for classes of equal
+            frequency, so that p = softmax(f + log π); each site sends Σ p_j and its
+            counts, and receives thresholds t_j
     joint   each site sends its C×C counts
 
-The probabilities stay in the site's memory, where its letter is made from them. `scores` says why the model has not
-memorised the labels that it judges: `early` stops before it could, `cross_fit` never shows it those labels. `corrected`
-trains nothing: it takes a finished run of FedNoRo+, with what that has made of the labels of the clients it flagged.
-What is most probable counts then, as sites were not judged by the same model and cannot share thresholds.
+The probabilities stay in the site's memory, where its letter is made from them. `scores` says why
+the model has not memorised the labels that it judges: `early` stops before it could, `cross_fit`
+never shows it those labels. `corrected` trains nothing: it takes a finished run of FedNoRo+, with
+what that has made of the labels of the clients it flagged. What is most probable counts then, as
+sites were not judged by the same model and cannot share thresholds.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.audit.counting import NEVER, SLACK, site_counts, site_joint, thresholds
+from fednoro.audit.confident_learning import NEVER, SLACK, site_counts, site_joint, thresholds
 from fednoro.core.options import option
 from fednoro.core.seeds import generator
 from fednoro.core.types import (
@@ -51,14 +56,20 @@ OUTPUTS, PROBABILITIES, LEVELS = "audit.outputs", "audit.probabilities", "audit.
 
 @dataclass(frozen=True)
 class Audit(FedLA):
-    """Federated confident learning; its state's memo ends with each site's sums, counts and joint."""
+    """Federated confident learning; its state's memo ends with each
+    site's sums, counts and joint.
+    """
 
     scores: Literal["early", "cross_fit", "corrected"] = option(
-        "early", "early: a model after few rounds; cross_fit: models that never saw the label; corrected: FedNoRo+'s"
+        "early",
+        "early: a model after few rounds; cross_fit: models that never saw "
+        "the label; corrected: FedNoRo+'s",
     )
     warmup: int = option(10, "rounds that a model is trained before it scores", ge=1)
     folds: int = option(5, "parts of each site's images in cross-fitting", ge=2)
-    run: str = option("", "key of the run on Flower whose corrected labels sites take from their memory")
+    run: str = option(
+        "", "key of the run on Flower whose corrected labels sites take from their memory"
+    )
 
     @property
     def models(self) -> int:
@@ -76,25 +87,28 @@ class Audit(FedLA):
         return self.training + 1
 
     def explain(self) -> str:
-        """Where the probabilities come from, and why they can be trusted with labels that the models learn from."""
+        """Where the probabilities come from, and why they can be trusted with
+        labels that the models learn from.
+        """
         rounds = "one round" if self.warmup == 1 else f"{self.warmup} rounds"
         if self.scores == "early":
             return (
-                f"The labels were judged by the common model after {rounds} of training. A model learns "
-                "what most images of a class have in common before it learns single wrong labels by heart, so it was "
-                "stopped early."
+                f"The labels were judged by the common model after {rounds} of training. A model "
+                "learns what most images of a class have in common before it learns single wrong "
+                "labels by heart, so it was stopped early."
             )
         if self.scores == "corrected":
             return (
-                "At sites that the run had flagged, labels were judged by what it had corrected them to: by a model of "
-                "the other sites, and by how often the site's labels differ from it. At the others they were judged by "
-                "the run's last model, which has learnt from them and may know wrong ones by heart. Correction leaves "
-                "what may be right as it is: at flagged sites more labels are wrong, also beyond the interval."
+                "At sites that the run had flagged, labels were judged by what it had corrected "
+                "them to: by a model of the other sites, and by how often the site's labels differ "
+                "from it. At the others they were judged by the run's last model, which has learnt "
+                "from them and may know wrong ones by heart. Correction leaves what may be right "
+                "as it is: at flagged sites more labels are wrong, also beyond the interval."
             )
         return (
-            f"The labels were judged by {self.folds} models, each trained for {rounds} without the labels "
-            f"of one in {self.folds} of every site's images, and asked about those alone. No model has seen a label "
-            "that it judges."
+            f"The labels were judged by {self.folds} models, each trained for {rounds} without the "
+            f"labels of one in {self.folds} of every site's images, and asked about those alone. "
+            "No model has seen a label that it judges."
         )
 
     # Coordinator
@@ -111,36 +125,66 @@ class Audit(FedLA):
             return {k: Task("train", state.round, model, settings) for k in clients.drawn}
         if "thresholds" not in state.memo:
             prior = np.array(state.memo["prior"])
-            return {k: Task("sums", state.round, state.model, arrays={"prior": prior}) for k in clients.present}
+            return {
+                k: Task("sums", state.round, state.model, arrays={"prior": prior})
+                for k in clients.present
+            }
         level = np.array(state.memo["thresholds"])
         asked = [k for k in clients.present if str(k) in state.memo["sums"]]
-        return {k: Task("joint", state.round, state.model, arrays={"thresholds": level}) for k in asked}
+        return {
+            k: Task("joint", state.round, state.model, arrays={"thresholds": level}) for k in asked
+        }
 
     def _settings(self, state: State, fold: int) -> dict[str, float | int | bool | str]:
-        return {"fold": fold, "folds": self.folds, "seed": state.seed} if self.scores == "cross_fit" else {}
+        return (
+            {"fold": fold, "folds": self.folds, "seed": state.seed}
+            if self.scores == "cross_fit"
+            else {}
+        )
 
     def fold(self, state: State, replies: Replies) -> State:
         if replies.task == "train":
-            kept = {"start": state.kept.get("start", state.model)}  # where the model of every fold begins
+            # where the model of every fold begins
+            kept = {"start": state.kept.get("start", state.model)}
             return replace(super().fold(state, replies), stage="training to audit", kept=kept)
         if replies.task == "predict":
-            counts = {str(reply.client): found for reply in replies if (found := _counts(reply)) is not None}
-            known = {**state.memo.get("counts", {}), **{k: found.tolist() for k, found in counts.items()}}
+            counts = {
+                str(reply.client): found
+                for reply in replies
+                if (found := _counts(reply)) is not None
+            }
+            known = {
+                **state.memo.get("counts", {}),
+                **{k: found.tolist() for k, found in counts.items()},
+            }
             total = np.sum(list(known.values()), axis=0) if known else np.ones(state.classes)
             prior = (total / total.sum()).tolist()
             scored = state.memo.get("scored", 0) + 1
-            return replace(state, memo={**state.memo, "scored": scored, "counts": known, "prior": prior}, notes={})
+            return replace(
+                state,
+                memo={**state.memo, "scored": scored, "counts": known, "prior": prior},
+                notes={},
+            )
         if replies.task == "sums":
             known = dict(filter(None, (_usable_sums(reply, state.classes) for reply in replies)))
             if not known:
-                raise UserError("the audit ends here: no site sent its sums, so there are no thresholds")
-            level = thresholds([row["sums"] for row in known.values()], [row["counts"] for row in known.values()])
-            if self.scores == "corrected":  # from models of different kinds: what is most probable counts
+                raise UserError(
+                    "the audit ends here: no site sent its sums, so there are no thresholds"
+                )
+            level = thresholds(
+                [row["sums"] for row in known.values()], [row["counts"] for row in known.values()]
+            )
+            if self.scores == "corrected":
+                # from models of different kinds: what is most probable counts
                 level = np.where(level < NEVER, 2 * SLACK, NEVER)
-            return replace(state, memo={**state.memo, "sums": known, "thresholds": level.tolist()}, notes={})
+            return replace(
+                state, memo={**state.memo, "sums": known, "thresholds": level.tolist()}, notes={}
+            )
         known = state.memo["sums"]
         joints = dict(filter(None, (_usable_joint(reply, known) for reply in replies)))
-        return advance(replace(state, memo={**state.memo, "joints": joints}, stage="audit"), state.model, {})
+        return advance(
+            replace(state, memo={**state.memo, "joints": joints}, stage="audit"), state.model, {}
+        )
 
     # Site
 
@@ -162,25 +206,42 @@ class Audit(FedLA):
             return super().work(task, site)
         if task.name == "predict":
             site.memory[OUTPUTS] = self._scored(task, site)
-            return Reply(site.client, site.size, arrays={"counts": site.counts.double().cpu().numpy()})
+            return Reply(
+                site.client, site.size, arrays={"counts": site.counts.double().cpu().numpy()}
+            )
         if OUTPUTS not in site.memory:
-            raise UserError("this site was away when the models judged its labels: it can take part in the next audit")
+            raise UserError(
+                "this site was away when the models judged its labels: it "
+                "can take part in the next audit"
+            )
         y = site.labels.cpu().numpy()
         if task.name == "sums":
             prior = torch.from_numpy(np.array(task.arrays["prior"], dtype=np.float64))
             corrected = self.scores == "corrected" and SOFT in site.memory
             if corrected and not torch.equal(site.memory[CORRECTED_FROM].cpu(), site.labels.cpu()):
-                raise UserError("labels have changed since the run: what it corrected is not about them; use early")
+                raise UserError(
+                    "labels have changed since the run: what it "
+                    "corrected is not about them; use early"
+                )
             likely = site.memory[SOFT].double().cpu() if corrected else site.memory[OUTPUTS] * prior
             site.memory[PROBABILITIES] = likely / likely.sum(dim=1, keepdim=True)
             sums, counts = site_counts(site.memory[PROBABILITIES].numpy(), y)
-            return Reply(site.client, site.size, arrays={"sums": sums, "counts": counts.astype(np.float64)})
-        p, level = site.memory[PROBABILITIES].numpy(), np.array(task.arrays["thresholds"], dtype=np.float64)
+            return Reply(
+                site.client, site.size, arrays={"sums": sums, "counts": counts.astype(np.float64)}
+            )
+        p, level = (
+            site.memory[PROBABILITIES].numpy(),
+            np.array(task.arrays["thresholds"], dtype=np.float64),
+        )
         site.memory[LEVELS] = torch.from_numpy(level)
-        return Reply(site.client, site.size, arrays={"joint": site_joint(p, y, level).astype(np.float64)})
+        return Reply(
+            site.client, site.size, arrays={"joint": site_joint(p, y, level).astype(np.float64)}
+        )
 
     def _scored(self, task: Task, site: Site) -> Tensor:
-        """The site's outputs with those that this model may give filled in; NaN where none may yet."""
+        """The site's outputs with those that this model may give
+        filled in; NaN where none may yet.
+        """
         p = site.logits(task, task.weights).double().softmax(1).cpu()
         if "fold" not in task.settings:
             return p
@@ -193,7 +254,9 @@ class Audit(FedLA):
 
 @dataclass(frozen=True)
 class Sent:
-    """What the coordinator has of the sites once the audit is over; clients without a joint are not in it."""
+    """What the coordinator has of the sites once the audit is over; clients
+    without a joint are not in it.
+    """
 
     counts: Mapping[int, IntArray]
     joints: Mapping[int, IntArray]
@@ -203,7 +266,9 @@ class Sent:
     def of(cls, state: State) -> Sent:
         memo = state.memo
         return cls(
-            counts={int(k): np.array(memo["sums"][k]["counts"], dtype=np.int64) for k in memo["joints"]},
+            counts={
+                int(k): np.array(memo["sums"][k]["counts"], dtype=np.int64) for k in memo["joints"]
+            },
             joints={int(k): np.array(joint, dtype=np.int64) for k, joint in memo["joints"].items()},
             thresholds=np.array(memo["thresholds"], dtype=np.float64),
         )
@@ -228,7 +293,10 @@ def _counts(reply: Reply) -> IntArray | None:
     counts = _whole(reply.arrays.get("counts", np.zeros(0)))
     if counts is not None and counts.ndim == 1 and counts.sum() == reply.size:
         return counts
-    message = f"client {reply.client}: its counts do not add up to its images, and are not among the class frequencies"
+    message = (
+        f"client {reply.client}: its counts do not add up to its images, and are "
+        "not among the class frequencies"
+    )
     warnings.warn(message, FedNoRoWarning, stacklevel=3)
     return None
 
@@ -246,7 +314,11 @@ def _usable_sums(reply: Reply, classes: int) -> tuple[str, dict[str, Any]] | Non
 
 def _usable_joint(reply: Reply, known: Mapping[str, Any]) -> tuple[str, list[list[int]]] | None:
     joint, counts = _whole(reply.arrays["joint"]), np.array(known[str(reply.client)]["counts"])
-    if joint is None or joint.shape != (len(counts), len(counts)) or (joint.sum(axis=1) > counts).any():
+    if (
+        joint is None
+        or joint.shape != (len(counts), len(counts))
+        or (joint.sum(axis=1) > counts).any()
+    ):
         _left_out(reply, "its joint does not fit its counts")
         return None
     return str(reply.client), joint.tolist()
@@ -259,4 +331,6 @@ def _whole(values: FloatArray) -> IntArray | None:
 
 
 def _left_out(reply: Reply, why: str) -> None:
-    warnings.warn(f"client {reply.client} is left out of the audit: {why}", FedNoRoWarning, stacklevel=3)
+    warnings.warn(
+        f"client {reply.client} is left out of the audit: {why}", FedNoRoWarning, stacklevel=3
+    )

@@ -1,4 +1,6 @@
-"""An audit of a simulated run: the run's federation, network and hardware, with the audit's exchanges."""
+"""An audit of a simulated run: the run's federation, network and
+hardware, with the audit's exchanges.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fednoro.audit.exchanges import LEVELS, PROBABILITIES, Audit, Sent
+from fednoro.audit.audit_method import LEVELS, PROBABILITIES, Audit, Sent
 from fednoro.core.types import FedNoRoWarning, FloatArray, State, UserError, Weights
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
@@ -26,7 +28,8 @@ from fednoro.experiment.simulation import Lab, laboratory
 from fednoro.methods.fednoro_plus import CORRECTED
 from fednoro.models import Packed
 
-EARLY = 10  # rounds before a model judges labels, where the run's method has no warm-up; FedNoRo's default
+# rounds before a model judges labels, where the run's method has no warm-up; FedNoRo's default
+EARLY = 10
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class Subject:
 
 
 def warmup_of(config: Config) -> int:
-    """How many rounds a model is trained before it judges labels: the run's own warm-up, if its method has one."""
+    """How many rounds a model is trained before it judges labels: the run's own
+    warm-up, if its method has one.
+    """
     return int(getattr(config.method, "warmup", 0) or min(EARLY, config.train.rounds))
 
 
@@ -58,16 +63,22 @@ def subject(folder: Path, watcher: Watcher, device: str | None = None) -> Iterat
     """Opens a run folder, loads its data and makes an engine ready."""
     if (folder / "flower.json").is_file() and not (folder / "split.npz").is_file():
         raise UserError(
-            f"the images of {folder} are at its sites: audit it there, with `fednoro flower audit {folder}`"
+            f"the images of {folder} are at its sites: audit it there, with "
+            f"`fednoro flower audit {folder}`"
         )
     for name in ("config.yaml", "split.npz"):
         if not (folder / name).is_file():
-            raise UserError(f"{folder} cannot be audited: it has no {name}; give a folder that `fednoro run` made")
+            raise UserError(
+                f"{folder} cannot be audited: it has no {name}; give a "
+                "folder that `fednoro run` made"
+            )
     config, federation = resolve(folder / "config.yaml"), Federation.load(folder / "split.npz")
     config = config if device is None else replace(config, device=device)
     with laboratory(config, watcher) as lab:
         if fingerprint(lab.dataset) != federation.fingerprint:
-            raise UserError(f"the data has changed since {folder} was made: run it anew, then audit that")
+            raise UserError(
+                f"the data has changed since {folder} was made: run it anew, then audit that"
+            )
         yield Subject(folder, config, federation, lab, verdicts_in(folder / "detection.json"))
 
 
@@ -79,7 +90,9 @@ class Examined(Sent):
 
 
 def examine(of: Subject, audit: Audit, clients: Sequence[Client] | None = None) -> Examined:
-    """Plays the audit's exchanges over the run's clients, or over others that hold the same data."""
+    """Plays the audit's exchanges over the run's clients, or over
+    others that hold the same data.
+    """
     engine, config, watcher = of.lab.engine, of.config, of.lab.watcher
     engine.serve(of.federation.clients() if clients is None else clients)
     start = (
@@ -89,7 +102,14 @@ def examine(of: Subject, audit: Audit, clients: Sequence[Client] | None = None) 
     )
     what = "training the models that judge the labels" if audit.training else "judging labels"
     state = State(start, 0, audit.rounds, engine.classes, config.seed)
-    for turn in play(audit, state, engine.exchange, sorted(engine.clients), unmeasured, config.train.participation):
+    for turn in play(
+        audit,
+        state,
+        engine.exchange,
+        sorted(engine.clients),
+        unmeasured,
+        config.train.participation,
+    ):
         state = turn.state
         for message in turn.warnings:
             watcher.warned(message)
@@ -107,8 +127,9 @@ def _left_by_run(of: Subject) -> Weights:
     """The run's last model; the engine's clients remember what they did then."""
     if (of.folder / "flower.json").exists():
         raise UserError(
-            f"{of.folder} was simulated on Flower, and its clients' memories are not in its checkpoints: for --scores "
-            "corrected make the same run with `fednoro run`, or use early or cross_fit"
+            f"{of.folder} was simulated on Flower, and its clients' memories are not in "
+            "its checkpoints: for --scores corrected make the same run with `fednoro "
+            "run`, or use early or cross_fit"
         )
     snapshot = end_of_run(of.folder)
     for k, client in of.lab.engine.clients.items():
@@ -122,8 +143,8 @@ def end_of_run(run: Path) -> Snapshot:
     snapshot = load_checkpoint(saved[-1]) if saved else None
     if snapshot is None or not snapshot.state.memo.get(CORRECTED):
         raise UserError(
-            f"{run} has no corrected labels: fednoro-plus leaves them, where it has flagged some clients and come to "
-            "its last stage; use --scores early or cross_fit"
+            f"{run} has no corrected labels: fednoro-plus leaves them, where it has flagged some "
+            "clients and come to its last stage; use --scores early or cross_fit"
         )
     return snapshot
 
@@ -137,7 +158,11 @@ def verdicts_in(path: Path) -> dict[str, Any] | None:
     """The verdicts of a detection.json; None where there is none that can be read."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {"clients": {str(k): {**row, "noisy": bool(row["noisy"])} for k, row in found["clients"].items()}}
+        return {
+            "clients": {
+                str(k): {**row, "noisy": bool(row["noisy"])} for k, row in found["clients"].items()
+            }
+        }
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

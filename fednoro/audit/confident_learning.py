@@ -1,7 +1,8 @@
 """Confident learning over sites that keep their images, labels and probabilities.
 
-Northcutt, Jiang and Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR 2021, with the sums
-split over sites k. p(x) are probabilities of a model that has not memorised x's label, ỹ is the label as given.
+Northcutt, Jiang and Chuang, Confident Learning: Estimating Uncertainty in Dataset Labels, JAIR
+2021, with the sums split over sites k. p(x) are probabilities of a model that has not memorised x's
+label, ỹ is the label as given.
 
     site         s_kj = Σ_{x: ỹ=j} p_j(x),   n_kj = |{x: ỹ=j}|            site_counts
     coordinator  t_j = Σ_k s_kj / Σ_k n_kj                                thresholds
@@ -9,8 +10,9 @@ split over sites k. p(x) are probabilities of a model that has not memorised x's
     coordinator  J = Σ_k J_k, with at least 1 on its diagonal             confident_joint
                  Q[i, j] = n_i J[i, j] / Σ_j' J[i, j']                    calibrated
 
-An image looks like j where p_j ≥ t_j; of several such classes the most probable one counts, and where there is none
-the image is not counted. Sums over sites are sums over all images, so J is the confident joint of the pooled data.
+An image looks like j where p_j ≥ t_j; of several such classes the most probable one counts, and
+where there is none the image is not counted. Sums over sites are sums over all images, so J is the
+confident joint of the pooled data.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from numpy.typing import ArrayLike
 
 from fednoro.core.types import FloatArray, IntArray, UserError
 
-SLACK = 1e-6  # by which p_j may fall short of t_j: a site whose images all have the same p must not miss its own mean
+# by which p_j may fall short of t_j: a site whose images all have the same p
+# must not miss its own mean
+SLACK = 1e-6
 NEVER = 2.0  # the threshold of a class that nobody holds: no probability reaches it
 UNSURE = -1  # what an image looks like that reaches no threshold
 
@@ -41,7 +45,9 @@ def thresholds(sums: Sequence[ArrayLike], counts: Sequence[ArrayLike]) -> FloatA
     """Coordinator: t_j, the mean self-confidence of each class over all sites."""
     s, n = np.array(sums, dtype=np.float64), np.array(counts, dtype=np.float64)
     if s.ndim != 2 or s.shape != n.shape:
-        raise UserError(f"sums and counts must both be sites × classes, got shapes {s.shape} and {n.shape}")
+        raise UserError(
+            f"sums and counts must both be sites × classes, got shapes {s.shape} and {n.shape}"
+        )
     total = n.sum(axis=0)
     means = np.array([math.fsum(column) for column in s.T]) / np.maximum(total, 1)
     # Twice the slack at least, so that p_j = 0 never counts as looking like j.
@@ -50,10 +56,14 @@ def thresholds(sums: Sequence[ArrayLike], counts: Sequence[ArrayLike]) -> FloatA
 
 
 def looks_like(probabilities: ArrayLike, thresholds: ArrayLike) -> IntArray:
-    """Site: the class that each image confidently looks like, `UNSURE` where it reaches no threshold."""
+    """Site: the class that each image confidently looks like, `UNSURE`
+    where it reaches no threshold.
+    """
     p, t = np.asarray(probabilities, dtype=np.float64), np.asarray(thresholds, dtype=np.float64)
     if p.ndim != 2 or t.shape != p.shape[1:]:
-        raise UserError(f"thresholds must have one entry per class ({p.shape[-1]}), got shape {t.shape}")
+        raise UserError(
+            f"thresholds must have one entry per class ({p.shape[-1]}), got shape {t.shape}"
+        )
     reached = p >= t - SLACK
     several = reached.sum(axis=1) > 1
     # As published: where several classes reach theirs, the most probable of all classes counts.
@@ -89,9 +99,16 @@ def checked(probabilities: ArrayLike, labels: ArrayLike) -> tuple[FloatArray, In
     """Probabilities as float64 and labels as int64, if they are what they should be."""
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(labels)
     if p.ndim != 2 or y.shape != p.shape[:1]:
-        raise UserError(f"probabilities must be images × classes with one label each, got {p.shape} and {y.shape}")
+        raise UserError(
+            "probabilities must be images × classes with one label "
+            f"each, got {p.shape} and {y.shape}"
+        )
     if not (np.isfinite(p) & (p >= 0) & (p <= 1 + 1e-6)).all():
-        raise UserError("probabilities must be in [0, 1], got some that are not: were all images scored?")
+        raise UserError(
+            "probabilities must be in [0, 1], got some that are not: were all images scored?"
+        )
     if len(y) and (y.dtype.kind not in "iu" or not 0 <= y.min() <= y.max() < p.shape[1]):
-        raise UserError(f"labels must be whole numbers in 0..{p.shape[1] - 1}, got {y.min()}..{y.max()}")
+        raise UserError(
+            f"labels must be whole numbers in 0..{p.shape[1] - 1}, got {y.min()}..{y.max()}"
+        )
     return p, y.astype(np.int64)
