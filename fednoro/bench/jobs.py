@@ -1,12 +1,12 @@
 """The pieces of work behind a table, each done once: federations, warm-ups, runs, scores.
 
-    federations/NAME/  split.npz, split.csv       by data, split, partition, noise, annotators and seed
-    warmups/NAME/      a run folder of T1 rounds  FedNoRo's first stage is FedLA: both start from one
+    federations/NAME/  split.npz, split.csv; by data, split, partition, noise, annotators and seed
+    warmups/NAME/      a run folder of T1 rounds; FedNoRo and FedLA start from one
     runs/NAME/         a run folder
     scores/NAME.npz    what each client of a warm-up measures, for the ablation of the first stage
 
-A job is a value that another process can be sent. It is done when its last file is there, so that doing the same jobs
-again costs nothing, and one that was stopped goes on from its checkpoint.
+A job is a value that another process can be sent. It is done when its last file is there, so that
+doing the same jobs again costs nothing, and one that was stopped goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ from fednoro.report import write_or_warn
 
 PLACE_ONLY = ("name", "out", "checkpoint_every")  # what a run's numbers do not depend on
 ANNOTATED = ("data.", "split.", "partition.", "noise.", "model.", "train.augment.")
-ANNOTATED_KEYS = ("train.batch", "train.lr", "train.weight_decay", "seed", "device", "engine", "compile")
+ANNOTATED_KEYS = (
+    "train.batch",
+    "train.lr",
+    "train.weight_decay",
+    "seed",
+    "device",
+    "engine",
+    "compile",
+)
 
 
 @dataclass(frozen=True)
@@ -107,19 +115,28 @@ class Train(Job):
         written = yaml.safe_load(stored.read_text(encoding="utf-8"))["method"]
         options = dict.fromkeys(key.split(".")[1] for key in asked if key.startswith("method."))
         if newer := [name for name in options if name not in written]:
-            message = f"{self.path} was made by an earlier version, which had no method.{newer[0]}: use another --out"
+            message = (
+                f"{self.path} was made by an earlier version, which had no "
+                f"method.{newer[0]}: use another --out"
+            )
             raise UserError(message)
         for key in (key for key in {**asked, **there} if key not in PLACE_ONLY):
             if there.get(key) != asked.get(key):
                 raise UserError(
-                    f"{self.path} was made with {key}={there.get(key)}, asked is {asked.get(key)}: use another --out"
+                    f"{self.path} was made with {key}={there.get(key)}, asked is "
+                    f"{asked.get(key)}: use another --out"
                 )
 
     def perform(self, watcher: Watcher) -> None:
         if not self.done and not checkpoints(RunFolder(self.path)):
             if self.path.exists():
                 _clear(RunFolder(self.path))
-            begin(self.config, self.needs[0].path, self.played.path if self.played else None, self.stage)
+            begin(
+                self.config,
+                self.needs[0].path,
+                self.played.path if self.played else None,
+                self.stage,
+            )
         kept = _Keeper(watcher, self.path / "models") if self.keep else watcher
         simulation.resume(self.path, kept, write_or_warn)
 
@@ -138,7 +155,9 @@ class _Keeper(Watcher):
     def __init__(self, other: Watcher, folder: Path) -> None:
         self.other, self.folder = other, folder
 
-    def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
+    def started(
+        self, config: Config, folder: Path, federation: Federation, state: State, engine: str
+    ) -> None:
         self.other.started(config, folder, federation, state, engine)
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -154,9 +173,14 @@ class _Keeper(Watcher):
         if turn.evaluation is not None:
             with disk_errors(self.folder):
                 self.folder.mkdir(exist_ok=True)
-            tensors = {"values": turn.state.model.values.cpu(), "counters": turn.state.model.counters.cpu()}
+            tensors = {
+                "values": turn.state.model.values.cpu(),
+                "counters": turn.state.model.counters.cpu(),
+            }
             facts = {"segments": json.dumps(turn.state.model.segments)}
-            write_whole(self.folder / f"round-{turn.state.round:05d}.safetensors", save(tensors, facts))
+            write_whole(
+                self.folder / f"round-{turn.state.round:05d}.safetensors", save(tensors, facts)
+            )
         self.other.turned(turn)
 
 
@@ -185,7 +209,9 @@ class Score(Job):
                     if isinstance(item, Failure):
                         raise item.error or RuntimeError(item.reason)
                     for name, row in item.arrays.items():
-                        tables.setdefault(f"{name}/{number}", np.zeros((len(tasks), len(row))))[item.client] = row
+                        tables.setdefault(f"{name}/{number}", np.zeros((len(tasks), len(row))))[
+                            item.client
+                        ] = row
         content = io.BytesIO()
         noisy = np.array([], dtype=bool) if federation.noisy is None else federation.noisy
         np.savez_compressed(content, noisy=noisy, **tables)  # type: ignore[arg-type]
@@ -203,7 +229,9 @@ class _Measure(Method):
 
     def work(self, task: Task, site: Site) -> Reply:
         logits = site.logits(task, task.weights)
-        rows = {name: INDICATORS[name].row(logits, site.labels, site.classes) for name in self.names}
+        rows = {
+            name: INDICATORS[name].row(logits, site.labels, site.classes) for name in self.names
+        }
         return Reply(site.client, site.size, arrays=rows)
 
 
@@ -212,7 +240,10 @@ def _model_after(folder: Path, number: int) -> Weights:
     if not kept.exists():
         state = load_checkpoint(checkpoints(RunFolder(folder))[-1]).state
         if state.round != number:
-            raise UserError(f"{folder} has not kept the model of round {number}: delete that folder to make it again")
+            raise UserError(
+                f"{folder} has not kept the model of round {number}: "
+                "delete that folder to make it again"
+            )
         return state.model
     with safe_open(kept, framework="pt") as file:
         segments = tuple(json.loads((file.metadata() or {})["segments"]))
@@ -222,11 +253,15 @@ def _model_after(folder: Path, number: int) -> Weights:
 # A run that others have begun
 
 
-def begin(config: Config, federation: Path, played: Path | None = None, stage: str = "training") -> Path:
-    """Makes a run folder that `experiment.resume` carries on, from a federation and rounds that were made before.
+def begin(
+    config: Config, federation: Path, played: Path | None = None, stage: str = "training"
+) -> Path:
+    """Makes a run folder that `experiment.resume` carries on, from a federation and
+    rounds that were made before.
 
-    It is as if the run had been stopped after those rounds, so that its result has the bits of a run that made them
-    itself. That both configurations agree on those rounds is the caller's knowledge.
+    It is as if the run had been stopped after those rounds, so that its result has
+    the bits of a run that made them itself. That both configurations agree on those
+    rounds is the caller's knowledge.
 
     Args:
         config: of the run, with a name.
@@ -249,11 +284,16 @@ def _take_over(folder: RunFolder, other: RunFolder, rounds: int, stage: str) -> 
     for name in LOGS:
         content = (other.path / name).read_bytes()[: snapshot.logs[name]]
         if name == "rounds.jsonl":
-            records = [{**json.loads(line), "stage": stage} for line in content.decode().splitlines()]
+            records = [
+                {**json.loads(line), "stage": stage} for line in content.decode().splitlines()
+            ]
             content = "".join(json.dumps(record) + "\n" for record in records).encode()
         write_whole(folder.path / name, content)
         sizes[name] = len(content)
-    write_checkpoint(folder, Snapshot(replace(snapshot.state, rounds=rounds, stage=stage), snapshot.memories, sizes))
+    write_checkpoint(
+        folder,
+        Snapshot(replace(snapshot.state, rounds=rounds, stage=stage), snapshot.memories, sizes),
+    )
 
 
 # Which jobs a run needs
@@ -261,25 +301,43 @@ def _take_over(folder: RunFolder, other: RunFolder, rounds: int, stage: str) -> 
 
 def federate(config: Config, out: Path) -> Federate:
     """The federation of a run, by all that it depends on: the method is not among it."""
-    known = {k: v for k, v in flat(anchored(config)).items() if k.startswith(ANNOTATED) or k in ANNOTATED_KEYS}
+    known = {
+        k: v
+        for k, v in flat(anchored(config)).items()
+        if k.startswith(ANNOTATED) or k in ANNOTATED_KEYS
+    }
     name = f"{_readable(config)}-{_digest(known)}"
     return Federate(f"federations/{name}", config, out / "federations" / name)
 
 
-def warm_up(config: Config, out: Path, rounds: int, method: Method | None = None, keep: bool = False) -> Train:
+def warm_up(
+    config: Config, out: Path, rounds: int, method: Method | None = None, keep: bool = False
+) -> Train:
     """The first rounds of a run, by `method` in place of its own."""
     method = config.method if method is None else method
     federation = federate(config, out)
-    short = replace(config, method=method, train=replace(config.train, rounds=rounds), out=str(out / "warmups"))
-    known = {k: v for k, v in flat(anchored(short)).items() if k not in (*PLACE_ONLY, "train.rounds")}
+    short = replace(
+        config, method=method, train=replace(config.train, rounds=rounds), out=str(out / "warmups")
+    )
+    known = {
+        k: v for k, v in flat(anchored(short)).items() if k not in (*PLACE_ONLY, "train.rounds")
+    }
     kind = "fedla" if isinstance(method, FedLA) else "fedavg"
     name = f"{_readable(config)}-{kind}-{rounds}rounds{'-each' if keep else ''}-{_digest(known)}"
-    return Train(f"warmups/{name}", replace(short, name=name), out / "warmups" / name, (federation,), keep=keep)
+    return Train(
+        f"warmups/{name}",
+        replace(short, name=name),
+        out / "warmups" / name,
+        (federation,),
+        keep=keep,
+    )
 
 
 def train(config: Config, out: Path) -> Train:
     """A run from its federation."""
-    return Train(f"runs/{config.name}", config, out / "runs" / str(config.name), (federate(config, out),))
+    return Train(
+        f"runs/{config.name}", config, out / "runs" / str(config.name), (federate(config, out),)
+    )
 
 
 def sharing(runs: Sequence[Train], out: Path, warmup: int) -> list[Train]:
@@ -288,7 +346,8 @@ def sharing(runs: Sequence[Train], out: Path, warmup: int) -> list[Train]:
     Args:
         runs: by `train`.
         out: the bench's folder.
-        warmup: rounds after which FedLA's runs are joined, as they have no first stage of their own.
+        warmup: rounds after which FedLA's runs are joined, as they have
+            no first stage of their own.
     """
     common: list[Train | None] = []
     for run in runs:
@@ -324,14 +383,16 @@ def closure(targets: Sequence[Job]) -> list[Job]:
         job.check()
         if job.done or job.name in left:
             return
-        if not (isinstance(job, Train) and checkpoints(RunFolder(job.path))):  # that has all it needs
+        if not (isinstance(job, Train) and checkpoints(RunFolder(job.path))):
+            # that has all it needs
             for need in job.needs:
                 visit(need)
         left[job.name] = job
 
     for target in targets:
         visit(target)
-    wanted = {need.name for job in left.values() for need in job.needs}  # what others wait for, then the longest first
+    # what others wait for, then the longest first
+    wanted = {need.name for job in left.values() for need in job.needs}
     return sorted(left.values(), key=lambda job: (job.name not in wanted, _depth(job), -job.rounds))
 
 

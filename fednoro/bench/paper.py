@@ -22,9 +22,16 @@ MILD, STRONG = (0.3, 0.5), (0.5, 0.7)
 CLEAN = Setting(0.0, 0.0, 0.0)
 
 TITLES = {
-    "fedavg": "FedAvg", "fedprox": "FedProx", "fedla": "FedLA", "rofl": "RoFL", "rhfl": "RHFL", "fedlsr": "FedLSR",
-    "fedcorr": "FedCorr", "fedcorr-la": "FedCorr+LA", "fednoro": "FedNoRo",
-}  # fmt: skip
+    "fedavg": "FedAvg",
+    "fedprox": "FedProx",
+    "fedla": "FedLA",
+    "rofl": "RoFL",
+    "rhfl": "RHFL",
+    "fedlsr": "FedLSR",
+    "fedcorr": "FedCorr",
+    "fedcorr-la": "FedCorr+LA",
+    "fednoro": "FedNoRo",
+}
 
 
 def _settings(rates: tuple[float, ...], *ranges: tuple[float, float]) -> tuple[Setting, ...]:
@@ -36,7 +43,8 @@ GRIDS = {
     "isic2019": _settings((0.4, 0.6), STRONG),
 }
 
-# Best and Last of each column of `GRIDS`; methods that have no figure for ρ = 0 begin with the second column.
+# Best and Last of each column of `GRIDS`; methods that have no figure for ρ = 0
+# begin with the second column.
 _TABLE_1 = {
     "fedavg": (
         (69.34, 65.81, 64.53, 62.49, 60.82, 60.52, 58.38, 58.46, 54.77),
@@ -105,9 +113,13 @@ def _by_setting(
     }
 
 
-BACC = {"ich": _by_setting(GRIDS["ich"], _TABLE_1), "isic2019": _by_setting(GRIDS["isic2019"], _TABLE_2)}
+BACC = {
+    "ich": _by_setting(GRIDS["ich"], _TABLE_1),
+    "isic2019": _by_setting(GRIDS["isic2019"], _TABLE_2),
+}
 
-# Table 3, on ICH: (indicator of `fednoro.detection.indicators`, with LA) → recall, precision, matching ratio.
+# Table 3, on ICH: (indicator of `fednoro.detection.indicators`, with LA) → recall,
+# precision, matching ratio.
 TABLE_3 = {
     Setting(0.3, *MILD): {
         ("lid", False): (100.00, 54.54, 0.00),

@@ -12,18 +12,24 @@ import numpy as np
 
 from fednoro.bench import paper
 from fednoro.bench.jobs import Job, Score, Train, sharing, train, warm_up
-from fednoro.bench.order import Order
 from fednoro.bench.paper import CLEAN, GRIDS, MILD, STRONG, Setting
+from fednoro.bench.plan import Order
 from fednoro.detection.indicators import INDICATORS
 from fednoro.detection.mixture import detection_over_seeds, flagged_sets
 from fednoro.experiment.drive import Run, load
 from fednoro.methods import FedLA, FedNoRo, Method
 
 METHODS = tuple(paper.TITLES)
-# The rows of Table 4: what a row is called, whether noisy clients train, distil, and are weighed by distance.
+# The rows of Table 4: what a row is called, whether noisy clients train, distil,
+# and are weighed by distance.
 STAGE_2: dict[str, tuple[str, tuple[bool, bool, bool], str, tuple[str, ...]]] = {
     "fedla": ("All clients (FedLA)", (True, False, False), "fedla", ()),
-    "clean-only": ("Clean clients only", (False, False, False), "fednoro", ("method.noisy_clients=leave_out",)),
+    "clean-only": (
+        "Clean clients only",
+        (False, False, False),
+        "fednoro",
+        ("method.noisy_clients=leave_out",),
+    ),
     "daagg-only": ("DaAgg only", (True, False, True), "fednoro", ("method.noisy_clients=train",)),
     "kd-only": ("KD only", (True, True, False), "fednoro", ("method.aggregation=size",)),
     "fednoro": ("KD and DaAgg (FedNoRo)", (True, True, True), "fednoro", ()),
@@ -113,7 +119,9 @@ class Comparison(Grid):
             for seed in order.seeds:
                 for row, (method, options) in rows.items():
                     label = row if method == row else f"fednoro-{row}"
-                    found[row, setting, seed] = train(order.config(label, setting, seed, method, options), order.out)
+                    found[row, setting, seed] = train(
+                        order.config(label, setting, seed, method, options), order.out
+                    )
         return found
 
     def jobs(self) -> list[Job]:
@@ -136,14 +144,18 @@ class Comparison(Grid):
         ]
         records = [self.record(*key, job, done.get(key), failed) for key, job in runs.items()]
         columns = tuple(map(column, self.settings))
-        return Table(self.name, self.caption(), self.headings(), columns, tuple(rows), (), tuple(records))
+        return Table(
+            self.name, self.caption(), self.headings(), columns, tuple(rows), (), tuple(records)
+        )
 
     def cell(
         self, row: str, setting: Setting, kind: str, done: Mapping[tuple[str, Setting, int], Run]
     ) -> Cell:
         """Best or Last of the runs there are."""
         seeds, reported = self.order.seeds, self.reported(row, setting)
-        values = [getattr(done[row, setting, s], kind.lower()) for s in seeds if (row, setting, s) in done]
+        values = [
+            getattr(done[row, setting, s], kind.lower()) for s in seeds if (row, setting, s) in done
+        ]
         theirs = None if reported is None else float(getattr(reported, kind.lower()))
         return Cell(tuple(100 * value for value in values), len(seeds), theirs)
 
@@ -162,32 +174,52 @@ class Comparison(Grid):
         return (paper.TITLES.get(row, row),)
 
     def headings(self) -> tuple[str, ...]:
-        return ("Row", "Noisy clients", "KD", "DaAgg", "") if self.name == "table4" else ("Method", "")
+        return (
+            ("Row", "Noisy clients", "KD", "DaAgg", "") if self.name == "table4" else ("Method", "")
+        )
 
     def caption(self) -> str:
-        what = "second-stage ablation of FedNoRo" if self.name == "table4" else "comparison under different noise rates"
+        what = (
+            "second-stage ablation of FedNoRo"
+            if self.name == "table4"
+            else "comparison under different noise rates"
+        )
         return f"BACC (%) on {self.order.data}: {what}."
 
     def record(
-        self, row: str, setting: Setting, seed: int, job: Train, run: Run | None, failed: Mapping[str, str]
+        self,
+        row: str,
+        setting: Setting,
+        seed: int,
+        job: Train,
+        run: Run | None,
+        failed: Mapping[str, str],
     ) -> dict[str, Any]:
         """One line of the CSV."""
         facts: dict[str, Any] = {
-            "table": self.name, "data": self.order.data, "row": row, **setting._asdict(), "seed": seed,
+            "table": self.name,
+            "data": self.order.data,
+            "row": row,
+            **setting._asdict(),
+            "seed": seed,
             "rounds": job.config.train.rounds,
-        }  # fmt: skip
+        }
         reported = self.reported(row, setting)
         found = (run.detection or {}) if run is not None else {}
         for key in ("best", "last", "final", "best_by_validation", "seconds"):
             facts[key] = None if run is None else getattr(run, key)
         facts |= {f"detection_{key}": found.get(key) for key in ("recall", "precision", "exact")}
-        facts |= {f"paper_{key}": reported and getattr(reported, key) / 100 for key in ("best", "last")}
+        facts |= {
+            f"paper_{key}": reported and getattr(reported, key) / 100 for key in ("best", "last")
+        }
         return facts | {"folder": f"runs/{job.path.name}", "failed": failed.get(job.name)}
 
 
 @dataclass(frozen=True)
 class Indicators(Grid):
-    """Table 3: which indicator finds the noisy clients, with and without logit adjustment in the warm-up."""
+    """Table 3: which indicator finds the noisy clients, with and without
+    logit adjustment in the warm-up.
+    """
 
     name: str = "table3"
 
@@ -203,7 +235,11 @@ class Indicators(Grid):
                     warmup = warm_up(config, order.out, rounds, method)
                     path = order.out / "scores" / f"{warmup.path.name}.npz"
                     found[setting, seed, adjusted] = Score(
-                        f"scores/{warmup.path.name}", warmup.config, path, (warmup,), after=(rounds,)
+                        f"scores/{warmup.path.name}",
+                        warmup.config,
+                        path,
+                        (warmup,),
+                        after=(rounds,),
                     )
         return found
 
@@ -217,9 +253,16 @@ class Indicators(Grid):
                 figures = None
                 if job.done:
                     features, truth = measured(job.path, name, job.after[-1])
-                    figures = detection_over_seeds(flagged_sets(features, self.mixture_seeds), truth)
+                    figures = detection_over_seeds(
+                        flagged_sets(features, self.mixture_seeds), truth
+                    )
                     found[setting, seed, adjusted, name] = tuple(100 * value for value in figures)
-                facts = {"table": self.name, "data": self.order.data, "indicator": name, "la": adjusted}
+                facts = {
+                    "table": self.name,
+                    "data": self.order.data,
+                    "indicator": name,
+                    "la": adjusted,
+                }
                 facts |= {
                     **setting._asdict(),
                     "seed": seed,
@@ -230,25 +273,46 @@ class Indicators(Grid):
                     facts[key] = None if figures is None else figures[i]
                     reported = self.reported(setting, name, adjusted)
                     facts[f"paper_{key}"] = None if reported is None else reported[i] / 100
-                records.append(facts | {"folder": f"warmups/{job.warmup.name}", "failed": failed.get(job.name)})
-        rows = [self.row(name, adjusted, found) for name in INDICATORS for adjusted in (False, True)]
+                records.append(
+                    facts | {"folder": f"warmups/{job.warmup.name}", "failed": failed.get(job.name)}
+                )
+        rows = [
+            self.row(name, adjusted, found) for name in INDICATORS for adjusted in (False, True)
+        ]
         columns = [(*column(setting), figure) for setting in self.settings for figure in FOUND]
-        caption = f"Noisy-client detection (%) on {self.order.data}: first-stage ablation of FedNoRo."
+        caption = (
+            f"Noisy-client detection (%) on {self.order.data}: first-stage ablation of FedNoRo."
+        )
         headings = ("Indicator", "LA", "Per class", "Norm.")
         return Table(self.name, caption, headings, tuple(columns), tuple(rows), (), tuple(records))
 
-    def reported(self, setting: Setting, name: str, adjusted: bool) -> tuple[float, float, float] | None:
+    def reported(
+        self, setting: Setting, name: str, adjusted: bool
+    ) -> tuple[float, float, float] | None:
         if self.order.data != "ich":
             return None
         return paper.TABLE_3.get(setting, {}).get((name, adjusted))
 
-    def row(self, name: str, adjusted: bool, found: Mapping[tuple[Setting, int, bool, str], tuple[float, ...]]) -> Row:
+    def row(
+        self,
+        name: str,
+        adjusted: bool,
+        found: Mapping[tuple[Setting, int, bool, str], tuple[float, ...]],
+    ) -> Row:
         seeds, cells = self.order.seeds, []
         for setting in self.settings:
-            here = [found[setting, seed, adjusted, name] for seed in seeds if (setting, seed, adjusted, name) in found]
+            here = [
+                found[setting, seed, adjusted, name]
+                for seed in seeds
+                if (setting, seed, adjusted, name) in found
+            ]
             reported = self.reported(setting, name, adjusted)
             cells += [
-                Cell(tuple(values[i] for values in here), len(seeds), None if reported is None else reported[i])
+                Cell(
+                    tuple(values[i] for values in here),
+                    len(seeds),
+                    None if reported is None else reported[i],
+                )
                 for i in range(len(FOUND))
             ]
         title = INDICATORS[name].title.partition(",")[0]
@@ -267,13 +331,19 @@ def column(setting: Setting) -> tuple[str, ...]:
     return (f"ρ = {setting.rate:g}", eta)
 
 
-def settings_of(rates: Sequence[float], ranges: Sequence[tuple[float, float]]) -> tuple[Setting, ...]:
+def settings_of(
+    rates: Sequence[float], ranges: Sequence[tuple[float, float]]
+) -> tuple[Setting, ...]:
     """ρ × η, with one setting for ρ = 0."""
-    return tuple(dict.fromkeys(Setting(rate, *eta) if rate else CLEAN for rate in rates for eta in ranges))
+    return tuple(
+        dict.fromkeys(Setting(rate, *eta) if rate else CLEAN for rate in rates for eta in ranges)
+    )
 
 
 def paper_grid(name: str, data: str) -> tuple[tuple[float, ...], tuple[tuple[float, float], ...]]:
-    """The rates and ranges that the paper has for a table; those of ISIC 2019 for data that it does not have."""
+    """The rates and ranges that the paper has for a table; those of ISIC 2019
+    for data that it does not have.
+    """
     if name == "table1":
         chosen: Sequence[Setting] = GRIDS["ich"]
     elif name == "table2":

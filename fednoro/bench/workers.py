@@ -1,4 +1,6 @@
-"""Jobs in order, in this process or in several: what fails does not stop the rest, Ctrl-C stops all of it."""
+"""Jobs in order, in this process or in several: what fails does not stop the
+rest, Ctrl-C stops all of it.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ class Audience(Protocol):
 
 
 class Reporter(Watcher):
-    """Passes on what a run says, in words that can be sent to another process; stops it when that is wanted."""
+    """Passes on what a run says, in words that can be sent to another process;
+    stops it when that is wanted.
+    """
 
     def __init__(self, tell: Tell, unwanted: Callable[[], bool] = lambda: False) -> None:
         self.tell, self.unwanted = tell, unwanted
 
-    def started(self, config: Config, folder: Path, federation: Federation, state: State, engine: str) -> None:
+    def started(
+        self, config: Config, folder: Path, federation: Federation, state: State, engine: str
+    ) -> None:
         self.tell("round", (state.round, state.rounds, None))
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -65,7 +71,9 @@ class Reporter(Watcher):
             raise KeyboardInterrupt
 
 
-def perform_all(jobs: Sequence[Job], workers: int, audience: Audience, errors: Path) -> dict[str, str]:
+def perform_all(
+    jobs: Sequence[Job], workers: int, audience: Audience, errors: Path
+) -> dict[str, str]:
     """Performs `jobs`, each after those it needs; returns what went wrong, by the job's name.
 
     Args:
@@ -130,7 +138,9 @@ class _Worker:
 
 @dataclass
 class _Pool:
-    """Processes that live as long as there is work, so that imports and the GPU's context are paid once in each."""
+    """Processes that live as long as there is work, so that imports and the GPU's
+    context are paid once in each.
+    """
 
     size: int
     audience: Audience
@@ -148,10 +158,13 @@ class _Pool:
                 self._receive(worker, failed)
 
     def _assign(self, left: list[Job], failed: dict[str, str]) -> None:
-        while hindered := next((job for job in left if _hindrance(job, failed)), None):  # one may hinder the next
+        while hindered := next((job for job in left if _hindrance(job, failed)), None):
+            # one may hinder the next
             left.remove(hindered)
             _note(failed, hindered, _hindrance(hindered, failed), self.audience)
-        waited_for = {job.name for job in left} | {w.job.name for w in self._busy() if w.job is not None}
+        waited_for = {job.name for job in left} | {
+            w.job.name for w in self._busy() if w.job is not None
+        }
         for job in [job for job in left if not any(need.name in waited_for for need in job.needs)]:
             worker = self._idle()
             if worker is None:
@@ -166,7 +179,9 @@ class _Pool:
         if free is None and len(self.workers) < self.size:
             ours, theirs = self._context.Pipe()
             threads = max(1, torch.get_num_threads() // self.size)
-            process = self._context.Process(target=_serve, args=(theirs, self._stop, self.errors, threads), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(theirs, self._stop, self.errors, threads), daemon=True
+            )
             process.start()
             theirs.close()
             free = _Worker(process, ours)
@@ -190,7 +205,10 @@ class _Pool:
             self.workers.remove(worker)
             code = worker.process.exitcode
             _note(
-                failed, job, f"its process died with exit code {code} (-9: killed, perhaps for memory)", self.audience
+                failed,
+                job,
+                f"its process died with exit code {code} (-9: killed, perhaps for memory)",
+                self.audience,
             )
             return
         if what == "ended":

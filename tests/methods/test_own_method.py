@@ -15,8 +15,8 @@ from PIL import Image
 
 import fednoro
 from fednoro.bench.jobs import sharing, train
-from fednoro.bench.order import Order
 from fednoro.bench.paper import Setting
+from fednoro.bench.plan import Order
 from fednoro.core.types import UserError
 from fednoro.experiment.config.configuration import dump, resolve
 from fednoro.methods import METHODS, Method, find_method, name_of

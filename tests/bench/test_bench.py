@@ -20,10 +20,24 @@ from fednoro.bench.tables import METHODS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = (
-    "--data", "digits", "--rates", "0.4", "--ranges", "0.5-0.7", "--seeds", "0", "--rounds", "4", "device=cpu",
-    "data={name: synthetic, images: 120, classes: 3, size: 8, channels: 1}", "partition={name: iid, clients: 5}",
-    "noise={name: symmetric}", "model={name: cnn, width: 4}", "train.epochs=1", "train.batch=16",
-)  # fmt: skip
+    "--data",
+    "digits",
+    "--rates",
+    "0.4",
+    "--ranges",
+    "0.5-0.7",
+    "--seeds",
+    "0",
+    "--rounds",
+    "4",
+    "device=cpu",
+    "data={name: synthetic, images: 120, classes: 3, size: 8, channels: 1}",
+    "partition={name: iid, clients: 5}",
+    "noise={name: symmetric}",
+    "model={name: cnn, width: 4}",
+    "train.epochs=1",
+    "train.batch=16",
+)
 COMMAND = (sys.executable, "-m", "fednoro", "bench")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
@@ -35,7 +49,8 @@ Call = Callable[..., tuple[int, str, str]]
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Call:
     """Runs the command line's entry point in this process: exit code, and what it printed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # typer uses what click is about to drop
+        # typer uses what click is about to drop
+        warnings.simplefilter("ignore", DeprecationWarning)
         from fednoro.cli import main
 
     def run(*args: str) -> tuple[int, str, str]:
@@ -53,7 +68,9 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 def table1(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("bench") / "out"
     command = [*COMMAND, "table1", *TINY, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return out, done.stdout
 
@@ -73,7 +90,10 @@ def test_all_nine_methods_are_run_and_written(table1: tuple[Path, str]) -> None:
             assert f"{100 * run.best:.2f}" in (out / f"table1.{kind}").read_text()
         assert f"{100 * run.last:.2f}" in text
     for written in (text, (out / "table1.md").read_text()):
-        assert f"Made by: fednoro bench table1 {' '.join(TINY[:4])}" in written and "Seed 0." in written
+        assert (
+            f"Made by: fednoro bench table1 {' '.join(TINY[:4])}" in written
+            and "Seed 0." in written
+        )
 
 
 def test_a_finished_bench_does_nothing_again_and_other_rounds_want_another_folder(
@@ -96,9 +116,14 @@ def test_ctrl_c_with_two_workers_leaves_a_bench_that_goes_on_to_the_same_bits(
     out, rows = tmp_path / "out", "fedavg,fedla,fednoro"
     asked = ["table1", *TINY, "--out", str(out), "--methods", rows, "checkpoint_every=1"]
     running = subprocess.Popen(
-        [*COMMAND, *asked, "--jobs", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+        [*COMMAND, *asked, "--jobs", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while not list(out.glob("federations/*/split.npz")):
         assert running.poll() is None
         time.sleep(0.02)
@@ -114,7 +139,9 @@ def test_ctrl_c_with_two_workers_leaves_a_bench_that_goes_on_to_the_same_bits(
         assert (out / name).read_bytes() == (table1[0] / name).read_bytes(), method
 
 
-def test_a_run_that_fails_is_a_gap_with_its_reason_and_the_rest_goes_on(tmp_path: Path, call: Call) -> None:
+def test_a_run_that_fails_is_a_gap_with_its_reason_and_the_rest_goes_on(
+    tmp_path: Path, call: Call
+) -> None:
     out = tmp_path / "out"
     (out / "runs").mkdir(parents=True)
     (out / "runs" / "synthetic-fedprox-rho0.4-eta0.5-0.7-seed0").write_text("in the way")
@@ -123,25 +150,35 @@ def test_a_run_that_fails_is_a_gap_with_its_reason_and_the_rest_goes_on(tmp_path
     assert "fedprox-rho0.4-eta0.5-0.7-seed0  failed: " in text
     lines = (out / "table1.md").read_text().splitlines()
     assert "| FedProx | Best | – |" in lines
-    assert any(line.startswith("Failed: runs/synthetic-fedprox-rho0.4-eta0.5-0.7-seed0: ") for line in lines)
+    assert any(
+        line.startswith("Failed: runs/synthetic-fedprox-rho0.4-eta0.5-0.7-seed0: ")
+        for line in lines
+    )
     run = fednoro.load(out / "runs" / "synthetic-fedavg-rho0.4-eta0.5-0.7-seed0")
     assert f"| FedAvg | Best | {100 * run.best:.2f} |" in lines
 
 
-def test_the_ablations_and_figures_are_written_from_one_folder(table1: tuple[Path, str], call: Call) -> None:
+def test_the_ablations_and_figures_are_written_from_one_folder(
+    table1: tuple[Path, str], call: Call
+) -> None:
     pytest.importorskip("matplotlib")
     out, _ = table1
     runs = set((out / "runs").iterdir())
     code, text, err = call("all", *TINY, "--out", str(out), "--mixture-seeds", "30")
     assert (code, err) == (0, "")
-    assert {path.name.removeprefix("synthetic-fednoro-") for path in set((out / "runs").iterdir()) - runs} == {
-        f"{row}-rho0.4-eta0.5-0.7-seed0" for row in ("clean-only", "daagg-only", "kd-only")
-    }
+    assert {
+        path.name.removeprefix("synthetic-fednoro-")
+        for path in set((out / "runs").iterdir()) - runs
+    } == {f"{row}-rho0.4-eta0.5-0.7-seed0" for row in ("clean-only", "daagg-only", "kd-only")}
     assert len(list((out / "federations").iterdir())) == 1
     for name, kinds in {
-        "table1": "md tex csv", "table2": "md tex csv", "table3": "md tex csv", "table4": "md tex csv",
-        "figure-partition": "png pdf svg csv", "figure-t1": "png pdf svg csv",
-    }.items():  # fmt: skip
+        "table1": "md tex csv",
+        "table2": "md tex csv",
+        "table3": "md tex csv",
+        "table4": "md tex csv",
+        "figure-partition": "png pdf svg csv",
+        "figure-t1": "png pdf svg csv",
+    }.items():
         for kind in kinds.split():
             assert (out / f"{name}.{kind}").stat().st_size > 100, (name, kind)
     assert "KD and DaAgg (FedNoRo)" in text and "Over 30 mixture seeds" in text
@@ -151,7 +188,10 @@ def test_mistakes_are_one_line(call: Call) -> None:
     for args, about in (
         (("table1",), "data.path is required"),
         (("table1", "digits"), "data sets go with --data"),
-        (("table1", "--data", "digits", "--methods", "fedsomething"), "--methods must be among fedavg"),
+        (
+            ("table1", "--data", "digits", "--methods", "fedsomething"),
+            "--methods must be among fedavg",
+        ),
         (("table4", "--quick", "--rates", "a"), "--rates must be numbers"),
         (("table3", "--quick", "--ranges", "0.5"), "--ranges must be pairs"),
         (("table2", "--quick", "--seeds", "x"), "seed must be a number, a list or a range"),

@@ -1,4 +1,6 @@
-"""How a bench gets on: runs done, what is running with its round, and when all of it will be done."""
+"""How a bench gets on: runs done, what is running with its round, and
+when all of it will be done.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ PLAIN_EVERY = 30.0  # seconds between lines about what is running, where there i
 
 
 class Board:
-    """A live display in a terminal; elsewhere a line for each job that ends, and one now and then between."""
+    """A live display in a terminal; elsewhere a line for each job that ends,
+    and one now and then between.
+    """
 
-    def __init__(self, console: Console, jobs: Sequence[Job], done: int, quiet: bool = False) -> None:
+    def __init__(
+        self, console: Console, jobs: Sequence[Job], done: int, quiet: bool = False
+    ) -> None:
         self.console, self.quiet = console, quiet
         self.total, self.done = len(jobs) + done, done
         self._weights = {job.name: float(max(job.rounds, 1)) for job in jobs}
@@ -33,16 +39,24 @@ class Board:
         self._bar: Progress | None = None
         if console.is_terminal and not quiet and jobs:
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[figures]}"),
-                TimeElapsedColumn(), console=console, transient=True,
-            )  # fmt: skip
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
             self._bar.start()
-            self._whole = self._bar.add_task("[bold]all[/]", total=sum(self._weights.values()), figures="")
+            self._whole = self._bar.add_task(
+                "[bold]all[/]", total=sum(self._weights.values()), figures=""
+            )
             self._show()
 
     @property
     def eta(self) -> float | None:
-        """Seconds left, if every round takes as long as those so far on average; None before the first."""
+        """Seconds left, if every round takes as long as those so far on
+        average; None before the first.
+        """
         played = sum(self._reached[name] for name in self._first)
         if self._since is None or not played:
             return None
@@ -52,7 +66,9 @@ class Board:
     def begun(self, job: Job) -> None:
         self._status[job.name] = "starting"
         if self._bar is not None:
-            self._tasks[job.name] = self._bar.add_task(f"  {escape(job.name)}", total=None, figures="starting")
+            self._tasks[job.name] = self._bar.add_task(
+                f"  {escape(job.name)}", total=None, figures="starting"
+            )
 
     def heard(self, job: Job, what: str, details: Any) -> None:
         if what == "warned":
@@ -71,7 +87,10 @@ class Board:
             done, total, bacc = details
             self._since = self._since or time.monotonic()
             first = self._first.setdefault(job.name, done)
-            self._weights[job.name], self._reached[job.name] = float(total - first), float(done - first)
+            self._weights[job.name], self._reached[job.name] = (
+                float(total - first),
+                float(done - first),
+            )
             figures = f"round {done}/{total}" + ("" if bacc is None else f"  BACC {bacc:6.2%}")
             self._update(job, "round", done, total, figures)
 
@@ -82,8 +101,15 @@ class Board:
         if self._bar is not None and job.name in self._tasks:
             self._bar.remove_task(self._tasks.pop(job.name))
         if not self.quiet or reason is not None:
-            outcome = f"[red]failed:[/] {escape(reason)}" if reason else self._results.pop(job.name, "done")
-            self._say(f"{self.done:>{len(str(self.total))}}/{self.total}  {escape(job.name)}  {outcome}{self._left()}")
+            outcome = (
+                f"[red]failed:[/] {escape(reason)}"
+                if reason
+                else self._results.pop(job.name, "done")
+            )
+            self._say(
+                f"{self.done:>{len(str(self.total))}}/{self.total}  "
+                f"{escape(job.name)}  {outcome}{self._left()}"
+            )
         self._show()
 
     def close(self) -> None:
@@ -100,7 +126,9 @@ class Board:
     def _update(self, job: Job, what: str, done: int, total: int, figures: str) -> None:
         self._status[job.name] = figures
         if self._bar is not None and job.name in self._tasks:
-            self._bar.update(self._tasks[job.name], completed=done, total=total or None, figures=figures)
+            self._bar.update(
+                self._tasks[job.name], completed=done, total=total or None, figures=figures
+            )
             self._show()
         elif not self.quiet and time.monotonic() - self._said > PLAIN_EVERY:
             running = "; ".join(f"{name}: {status}" for name, status in self._status.items())
@@ -108,7 +136,9 @@ class Board:
 
     def _show(self) -> None:
         if self._bar is not None:
-            figures = f"{self.done}/{self.total} jobs" + ("" if self.eta is None else f"  ETA {_span(self.eta)}")
+            figures = f"{self.done}/{self.total} jobs" + (
+                "" if self.eta is None else f"  ETA {_span(self.eta)}"
+            )
             reached, whole = sum(self._reached.values()), sum(self._weights.values())
             self._bar.update(self._whole, completed=reached, total=whole, figures=figures)
 

@@ -1,4 +1,6 @@
-"""From a command to files: what is missing is made, then the tables are filled, shown and written."""
+"""From a command to files: what is missing is made, then the tables
+are filled, shown and written.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fednoro.bench.board import Board
-from fednoro.bench.drawing import matplotlib
-from fednoro.bench.figures import Partition, WarmUp
+from fednoro.bench.formats import WRITERS, terminal
 from fednoro.bench.jobs import closure
-from fednoro.bench.order import Order
-from fednoro.bench.render import WRITERS, terminal
+from fednoro.bench.paper_figures import Partition, WarmUp
+from fednoro.bench.plan import Order
+from fednoro.bench.plots import matplotlib
+from fednoro.bench.progress_board import Board
 from fednoro.bench.tables import (
     METHODS,
     STAGE_2,
@@ -90,17 +92,23 @@ class Wish:
             return Partition(order, settings)
         if name == "figure-t1":
             longest = self.longest or (quick.longest if quick else None)
-            return WarmUp(order, settings, mixture_seeds=self.mixture_seeds or 10_000, longest=longest)
+            return WarmUp(
+                order, settings, mixture_seeds=self.mixture_seeds or 10_000, longest=longest
+            )
         if name == "table4":
             return Comparison(order, settings, tuple(STAGE_2), name=name)
         for method in self.methods or ():
             if method not in REGISTERED and ":" not in method:
                 known = ", ".join(REGISTERED)
-                raise UserError(f"--methods must be among {known}, or module:Class of your own; got {method!r}")
+                raise UserError(
+                    f"--methods must be among {known}, or module:Class of your own; got {method!r}"
+                )
         return Comparison(order, settings, tuple(dict.fromkeys(self.methods or METHODS)), name=name)
 
 
-def make(names: Sequence[str], wish: Wish, workers: int, console: Console, quiet: bool = False) -> dict[str, str]:
+def make(
+    names: Sequence[str], wish: Wish, workers: int, console: Console, quiet: bool = False
+) -> dict[str, str]:
     """Makes the tables and figures of those names; returns what failed."""
     if any(name.startswith("figure") for name in names):
         matplotlib()  # before hours of work
@@ -112,7 +120,11 @@ def make(names: Sequence[str], wish: Wish, workers: int, console: Console, quiet
         there = len({job.name for job in targets} - {job.name for job in left})
         board = Board(console, left, there, quiet)
         if left and not quiet:
-            console.print(f"{len(left)} jobs to do, {there} done before, in {out}", highlight=False, soft_wrap=True)
+            console.print(
+                f"{len(left)} jobs to do, {there} done before, in {out}",
+                highlight=False,
+                soft_wrap=True,
+            )
         try:
             failed = perform_all(left, workers, board, out / "errors")
         finally:
@@ -126,7 +138,10 @@ def _written(grid: Grid, stem: Path, failed: Mapping[str, str]) -> tuple[Table, 
     """The filled table, or the data behind a figure, and the files that were written."""
     table = _annotated(grid.fill(failed), grid, failed)
     pictures = grid.draw(stem)
-    texts = {stem.with_name(f"{stem.name}.{kind}"): WRITERS[kind] for kind in (("csv",) if pictures else WRITERS)}
+    texts = {
+        stem.with_name(f"{stem.name}.{kind}"): WRITERS[kind]
+        for kind in (("csv",) if pictures else WRITERS)
+    }
     for path, writer in texts.items():
         write_whole(path, writer(table).encode())
     return table, [*pictures, *texts]
@@ -147,14 +162,19 @@ def show(made: tuple[Table, list[Path]], console: Console) -> None:
 
 def _annotated(table: Table, grid: Grid, failed: Mapping[str, str]) -> Table:
     seeds = ", ".join(map(str, grid.order.seeds))
-    notes = [f"Mean ± sample standard deviation over seeds {seeds}." if len(grid.order.seeds) > 1 else f"Seed {seeds}."]
+    notes = [
+        f"Mean ± sample standard deviation over seeds {seeds}."
+        if len(grid.order.seeds) > 1
+        else f"Seed {seeds}."
+    ]
     if isinstance(grid, Comparison):
         notes.append("Best: the highest of all rounds. Last: the mean of the last 10 rounds.")
     elif isinstance(grid, Partition):
         notes.clear()
     else:
         notes.append(
-            f"Over {grid.mixture_seeds:,} mixture seeds: mean recall (Re), mean precision (Pr), exact matches (MR)."
+            f"Over {grid.mixture_seeds:,} mixture seeds: mean recall (Re), mean "
+            "precision (Pr), exact matches (MR)."
         )
     if any(cell.paper is not None for row in table.rows for cell in row.cells):
         notes.append("In parentheses: the paper's figures.")

@@ -1,4 +1,6 @@
-"""The paper's figures as data: how the samples are spread, and how detection depends on the warm-up's length."""
+"""The paper's figures as data: how the samples are spread, and how detection
+depends on the warm-up's length.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fednoro.bench import drawing
+from fednoro.bench import plots
 from fednoro.bench.jobs import Federate, Job, Score, federate, warm_up
 from fednoro.bench.paper import Setting
 from fednoro.bench.tables import FOUND, Cell, Grid, Row, Table, column, measured
@@ -47,15 +49,24 @@ class Partition(Grid):
             clean, observed = counts(made, made.clean), counts(made, made.observed)
             records += [
                 {
-                    "figure": self.name, "data": self.order.data, **setting._asdict(), "seed": seed, "client": k,
-                    "client_name": made.names[k], "noisy": made.noisy is not None and bool(made.noisy[k]),
-                    "wrong": float(made.rates[k]), "class": label, "true": int(clean[k, c]),
+                    "figure": self.name,
+                    "data": self.order.data,
+                    **setting._asdict(),
+                    "seed": seed,
+                    "client": k,
+                    "client_name": made.names[k],
+                    "noisy": made.noisy is not None and bool(made.noisy[k]),
+                    "wrong": float(made.rates[k]),
+                    "class": label,
+                    "true": int(clean[k, c]),
                     "observed": int(observed[k, c]),
                 }
                 for k in range(len(made.parts))
                 for c, label in enumerate(made.classes)
-            ]  # fmt: skip
-        return Table(self.name, f"Data distribution of {self.order.data}.", (), (), (), (), tuple(records))
+            ]
+        return Table(
+            self.name, f"Data distribution of {self.order.data}.", (), (), (), (), tuple(records)
+        )
 
     def draw(self, stem: Path) -> list[Path]:
         """A figure for each setting and seed; the first has the plain name."""
@@ -64,21 +75,28 @@ class Partition(Grid):
             if job.done:
                 made = Federation.load(job.path / "split.npz")
                 more = f"-{setting.slug}-seed{seed}" if len(self.federations()) > 1 else ""
-                picture = drawing.partition(made, counts(made, made.clean), counts(made, made.observed))
-                paths += drawing.write(picture, stem.with_name(f"{stem.name}{more}"))
+                picture = plots.partition(
+                    made, counts(made, made.clean), counts(made, made.observed)
+                )
+                paths += plots.write(picture, stem.with_name(f"{stem.name}{more}"))
         return paths
 
 
 def counts(federation: Federation, labels: IntArray) -> IntArray:
     """Images of each client and class, K×C."""
     classes = len(federation.classes)
-    return np.stack([np.bincount(labels[part], minlength=classes) for part in federation.parts]).astype(np.int64)
+    return np.stack(
+        [np.bincount(labels[part], minlength=classes) for part in federation.parts]
+    ).astype(np.int64)
 
 
 @functools.cache
 def _curve(path: Path, after: tuple[int, ...], mixture_seeds: int) -> list[DetectionOverSeeds]:
     tables = [measured(path, "per_class_norm", number) for number in after]
-    return [detection_over_seeds(flagged_sets(features, mixture_seeds), truth) for features, truth in tables]
+    return [
+        detection_over_seeds(flagged_sets(features, mixture_seeds), truth)
+        for features, truth in tables
+    ]
 
 
 @dataclass(frozen=True)
@@ -98,9 +116,13 @@ class WarmUp(Grid):
                 warmup = warm_up(config, order.out, longest, FedLA(), keep=True)
                 name, after = warmup.path.name, tuple(range(1, longest + 1))
                 found[setting, seed] = Score(
-                    f"scores/{name}", warmup.config, order.out / "scores" / f"{name}.npz", (warmup,), after,
+                    f"scores/{name}",
+                    warmup.config,
+                    order.out / "scores" / f"{name}.npz",
+                    (warmup,),
+                    after,
                     ("per_class_norm",),
-                )  # fmt: skip
+                )
         return found
 
     @property
@@ -122,12 +144,17 @@ class WarmUp(Grid):
         curves = self.curves()
         records = tuple(
             {
-                "figure": self.name, "data": self.order.data, **setting._asdict(), "seed": seed, "warmup": t,
-                "mixture_seeds": self.mixture_seeds, **found._asdict(),
+                "figure": self.name,
+                "data": self.order.data,
+                **setting._asdict(),
+                "seed": seed,
+                "warmup": t,
+                "mixture_seeds": self.mixture_seeds,
+                **found._asdict(),
             }
             for (setting, seed), curve in curves.items()
             for t, found in enumerate(curve, 1)
-        )  # fmt: skip
+        )
         longest = max((len(curve) for curve in curves.values()), default=0)
         rows = []
         for t in range(1, longest + 1):
@@ -135,7 +162,8 @@ class WarmUp(Grid):
             for setting in self.settings:
                 here = [curve[t - 1] for (other, _), curve in curves.items() if other == setting]
                 cells += [
-                    Cell(tuple(100 * found[i] for found in here), len(self.order.seeds)) for i in range(len(FOUND))
+                    Cell(tuple(100 * found[i] for found in here), len(self.order.seeds))
+                    for i in range(len(FOUND))
                 ]
             rows.append(Row((str(t),), tuple(cells)))
         columns = tuple((*column(setting), figure) for setting in self.settings for figure in FOUND)
@@ -145,7 +173,9 @@ class WarmUp(Grid):
     def draw(self, stem: Path) -> list[Path]:
         """One figure with a panel for each setting."""
         panels = {
-            column(setting): np.array([curve for (other, _), curve in self.curves().items() if other == setting])
+            column(setting): np.array(
+                [curve for (other, _), curve in self.curves().items() if other == setting]
+            )
             for setting in self.settings
         }
-        return drawing.write(drawing.detection(panels, self.t1), stem) if self.curves() else []
+        return plots.write(plots.detection(panels, self.t1), stem) if self.curves() else []

@@ -14,20 +14,32 @@ from fednoro.data.noise import Flips
 from fednoro.experiment.config.configuration import Config, resolve, section_name
 from fednoro.methods import METHODS, Method
 
-# Options that count rounds: they shrink and grow with `--rounds`, so that a short version keeps its proportions.
+# Options that count rounds: they shrink and grow with `--rounds`, so that a short
+# version keeps its proportions.
 IN_ROUNDS = {
-    "fednoro": ("warmup", "ramp_end"), "fedlsr": ("warmup",), "rofl": ("warmup", "gradual"),
-    "fedcorr": ("finetune",), "fedcorr-la": ("finetune",), "fednoro-plus": ("warmup", "purge", "correct_every"),
-}  # fmt: skip
+    "fednoro": ("warmup", "ramp_end"),
+    "fedlsr": ("warmup",),
+    "rofl": ("warmup", "gradual"),
+    "fedcorr": ("finetune",),
+    "fedcorr-la": ("finetune",),
+    "fednoro-plus": ("warmup", "purge", "correct_every"),
+}
 INSTEAD = {
-    "seed": "--seeds", "out": "--out", "name": "the names that bench gives", "noise.rate": "--rates",
-    "noise.low": "--ranges", "noise.high": "--ranges", "method": "--methods",
-}  # fmt: skip
+    "seed": "--seeds",
+    "out": "--out",
+    "name": "the names that bench gives",
+    "noise.rate": "--rates",
+    "noise.low": "--ranges",
+    "noise.high": "--ranges",
+    "method": "--methods",
+}
 
 
 @dataclass(frozen=True)
 class Order:
-    """One call of `fednoro bench`: the data, what is changed for every run, the seeds, and where things go."""
+    """One call of `fednoro bench`: the data, what is changed for every run,
+    the seeds, and where things go.
+    """
 
     source: str
     overrides: tuple[str, ...]
@@ -39,15 +51,19 @@ class Order:
         for override in self.overrides:
             key = override.partition("=")[0].strip()
             if key in INSTEAD:
-                raise UserError(f"override {override!r}: bench sets {key} for each run; use {INSTEAD[key]}")
+                raise UserError(
+                    f"override {override!r}: bench sets {key} for each run; use {INSTEAD[key]}"
+                )
             if key.startswith("method."):
                 option = key.removeprefix("method.")
-                raise UserError(f"override {override!r}: say for which method, as in methods.fednoro.{option}=…")
+                raise UserError(
+                    f"override {override!r}: say for which method, as in methods.fednoro.{option}=…"
+                )
         if not isinstance(self.base().noise, Flips):
             name = section_name(self.base(), "noise")
             raise UserError(
-                f"bench varies noise.rate, noise.low and noise.high, which noise {name} does not have: "
-                "use noise=h_idn, noise=symmetric or noise=pair_flip"
+                f"bench varies noise.rate, noise.low and noise.high, which noise {name} does not "
+                "have: use noise=h_idn, noise=symmetric or noise=pair_flip"
             )
 
     def base(self, method: str = "fedavg") -> Config:
@@ -60,13 +76,27 @@ class Order:
         return section_name(self.base(), "data")
 
     def config(
-        self, row: str, setting: Setting, seed: int, method: str | None = None, options: Sequence[str] = ()
+        self,
+        row: str,
+        setting: Setting,
+        seed: int,
+        method: str | None = None,
+        options: Sequence[str] = (),
     ) -> Config:
-        """One run: a row of a table (a method by that name, or `method` with `options`) under one kind of noise."""
+        """One run: a row of a table (a method by that name, or `method` with
+        `options`) under one kind of noise.
+        """
         method = row if method is None else method
         noise = [f"noise.{key}={value!r}" for key, value in setting._asdict().items()]
         name = f"{self.data}-{row.replace(':', '.')}-{setting.slug}-seed{seed}"
-        varied = [f"method={method}", *options, *self._shortened(method), *noise, f"seed={seed}", f"name={name}"]
+        varied = [
+            f"method={method}",
+            *options,
+            *self._shortened(method),
+            *noise,
+            f"seed={seed}",
+            f"name={name}",
+        ]
         config = resolve(self.source, [*self.overrides, *varied])
         return dataclasses.replace(config, out=str(self.out.absolute() / "runs"))
 
@@ -86,9 +116,12 @@ class Order:
 def _in_rounds(kind: type[Method]) -> tuple[str, ...]:
     """Which options count rounds: a method's own, or those of the one that it extends."""
     names = {known: name for name, known in METHODS.items()}
-    return next((IN_ROUNDS[names[base]] for base in kind.__mro__ if names.get(base) in IN_ROUNDS), ())
+    return next(
+        (IN_ROUNDS[names[base]] for base in kind.__mro__ if names.get(base) in IN_ROUNDS), ()
+    )
 
 
 @functools.cache
 def _base(source: str, overrides: tuple[str, ...], method: str) -> Config:
-    return resolve(source, [*overrides, f"method={method}", "noise={}"])  # whoever calls bench asks for noise
+    # whoever calls bench asks for noise
+    return resolve(source, [*overrides, f"method={method}", "noise={}"])

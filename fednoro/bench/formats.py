@@ -14,11 +14,29 @@ from fednoro.bench.tables import Cell, Row, Table
 
 NOTHING = "–"
 _LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "ρ": r"$\rho$", "η": r"$\eta$", "∈": r"$\in$", "±": r"$\pm$", "✓": r"\checkmark", "✗": r"$\times$",
-    "–": r"\textendash{}", "×": r"$\times$", "…": r"\ldots{}", "τ": r"$\tau$",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "ρ": r"$\rho$",
+    "η": r"$\eta$",
+    "∈": r"$\in$",
+    "±": r"$\pm$",
+    "✓": r"\checkmark",
+    "✗": r"$\times$",
+    "–": r"\textendash{}",
+    "×": r"$\times$",
+    "…": r"\ldots{}",
+    "τ": r"$\tau$",
+}
 
 
 def figure(cell: Cell) -> str:
@@ -26,7 +44,9 @@ def figure(cell: Cell) -> str:
     if cell.mean is None:
         return NOTHING
     text = f"{cell.mean:.2f}" + ("" if cell.deviation is None else f" ± {cell.deviation:.2f}")
-    return text if len(cell.values) == cell.asked else f"{text} [{len(cell.values)} of {cell.asked}]"
+    return (
+        text if len(cell.values) == cell.asked else f"{text} [{len(cell.values)} of {cell.asked}]"
+    )
 
 
 def reported(cell: Cell) -> str:
@@ -35,12 +55,16 @@ def reported(cell: Cell) -> str:
 
 
 def best(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    """Where the largest mean of each column and group is, as rows and columns; all of them on ties of two digits."""
+    """Where the largest mean of each column and group is, as rows and columns; all
+    of them on ties of two digits.
+    """
     found: set[tuple[int, int]] = set()
     for group in {row.group for row in rows}:
         lines = [i for i, row in enumerate(rows) if row.group == group]
         for j in range(len(rows[0].cells)):
-            means = {i: round(mean, 2) for i in lines if (mean := rows[i].cells[j].mean) is not None}
+            means = {
+                i: round(mean, 2) for i in lines if (mean := rows[i].cells[j].mean) is not None
+            }
             if len(means) > 1:
                 found |= {(i, j) for i, mean in means.items() if mean == max(means.values())}
     return found
@@ -49,7 +73,12 @@ def best(rows: Sequence[Row]) -> set[tuple[int, int]]:
 def markdown(table: Table) -> str:
     """With the caption above and the notes below."""
     head = [*table.headings, *(", ".join(column) for column in table.columns)]
-    lines = [table.caption, "", _line(head), _line(["---"] * len(table.headings) + ["---:"] * len(table.columns))]
+    lines = [
+        table.caption,
+        "",
+        _line(head),
+        _line(["---"] * len(table.headings) + ["---:"] * len(table.columns)),
+    ]
     bold = best(table.rows)
     for i, row in enumerate(table.rows):
         cells = [
@@ -72,10 +101,14 @@ def latex(table: Table) -> str:
     """A `table` environment for booktabs."""
     bold, count = best(table.rows), len(table.headings)
     lines = [
-        r"% needs \usepackage{booktabs} and \usepackage{amssymb}", r"\begin{table}", r"  \centering",
-        rf"  \caption{{{escape(table.caption)}}}", rf"  \label{{tab:{table.name}}}",
-        rf"  \begin{{tabular}}{{{'l' * count}{'c' * len(table.columns)}}}", r"    \toprule",
-    ]  # fmt: skip
+        r"% needs \usepackage{booktabs} and \usepackage{amssymb}",
+        r"\begin{table}",
+        r"  \centering",
+        rf"  \caption{{{escape(table.caption)}}}",
+        rf"  \label{{tab:{table.name}}}",
+        rf"  \begin{{tabular}}{{{'l' * count}{'c' * len(table.columns)}}}",
+        r"    \toprule",
+    ]
     depth = max((len(column) for column in table.columns), default=1)
     for level in range(depth):
         names = [escape(text) if level == depth - 1 else "" for text in table.headings]
@@ -85,11 +118,16 @@ def latex(table: Table) -> str:
         if i and row.heading[0] != table.rows[i - 1].heading[0]:
             lines.append(r"    \addlinespace")
         again = i > 0 and row.heading[:-1] == table.rows[i - 1].heading[:-1] and bool(row.group)
-        names = ["" if again and j < len(row.heading) - 1 else escape(text) for j, text in enumerate(row.heading)]
+        names = [
+            "" if again and j < len(row.heading) - 1 else escape(text)
+            for j, text in enumerate(row.heading)
+        ]
         cells = []
         for j, cell in enumerate(row.cells):
             text = escape(figure(cell))
-            theirs = rf" {{\footnotesize{escape(reported(cell))}}}" if cell.paper is not None else ""
+            theirs = (
+                rf" {{\footnotesize{escape(reported(cell))}}}" if cell.paper is not None else ""
+            )
             cells.append((rf"\textbf{{{text}}}" if (i, j) in bold else text) + theirs)
         lines.append(_latex_line([*names, *cells]))
     lines += [r"    \bottomrule", r"  \end{tabular}"]
@@ -107,7 +145,9 @@ def _spanned(columns: Sequence[Sequence[str]], level: int) -> list[str]:
     start = 0
     while start < len(columns):
         end = start + 1
-        while end < len(columns) and tuple(columns[end][: level + 1]) == tuple(columns[start][: level + 1]):
+        while end < len(columns) and tuple(columns[end][: level + 1]) == tuple(
+            columns[start][: level + 1]
+        ):
             end += 1
         text = escape(columns[start][level]) if level < len(columns[start]) else ""
         cells.append(text if end - start == 1 else rf"\multicolumn{{{end - start}}}{{c}}{{{text}}}")
@@ -148,7 +188,9 @@ def terminal(table: Table) -> rich.table.Table:
             for j, cell in enumerate(row.cells)
         ]
         again = i > 0 and bool(row.group) and row.heading[:-1] == table.rows[i - 1].heading[:-1]
-        names = ["" if again and j < len(row.heading) - 1 else text for j, text in enumerate(row.heading)]
+        names = [
+            "" if again and j < len(row.heading) - 1 else text for j, text in enumerate(row.heading)
+        ]
         shown.add_row(*map(Text, names), *cells)
     return shown
 

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 import fednoro
-from fednoro.bench.board import Board
-from fednoro.bench.figures import Partition, WarmUp, counts
+from fednoro.experiment.checkpoint import checkpoints
 from fednoro.bench.jobs import (
     Federate,
     Job,
@@ -26,15 +25,16 @@ from fednoro.bench.jobs import (
     train,
     warm_up,
 )
-from fednoro.bench.order import Order
 from fednoro.bench.paper import Setting
+from fednoro.bench.paper_figures import Partition, WarmUp, counts
+from fednoro.bench.plan import Order
+from fednoro.bench.progress_board import Board
 from fednoro.bench.tables import Comparison, Indicators
 from fednoro.bench.workers import perform_all
 from fednoro.core.types import UserError
 from fednoro.data.federation import Federation
 from fednoro.detection.indicators import INDICATORS
 from fednoro.experiment import simulation
-from fednoro.experiment.checkpoint import checkpoints
 from fednoro.experiment.config.configuration import Config
 from fednoro.experiment.drive import Watcher
 from fednoro.experiment.rounds import Turn
@@ -78,13 +78,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    return [{**json.loads(line), "seconds": 0} for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return [
+        {**json.loads(line), "seconds": 0}
+        for line in (folder / "rounds.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_run_from_a_shared_federation_and_warm_up_has_the_bits_of_one_that_made_them_itself(
     made: Path, tmp_path: Path
 ) -> None:
-    assert len(list((made / "federations").iterdir())) == len(list((made / "warmups").iterdir())) == 1
+    assert (
+        len(list((made / "federations").iterdir())) == len(list((made / "warmups").iterdir())) == 1
+    )
     for (row, _, _), job in ablation(made).runs().items():
         alone = fednoro.run(replace(job.config, out=str(tmp_path)))
         for name in ("model.safetensors", "clients.csv", "split.csv", "split.npz"):
@@ -98,8 +103,12 @@ def test_a_run_from_a_shared_federation_and_warm_up_has_the_bits_of_one_that_mad
 
 def test_what_is_done_is_not_done_again_and_other_rows_only_add_what_is_missing(made: Path) -> None:
     assert closure(ablation(made).jobs()) == []
-    more = Comparison(order(made), (HARD,), ("fedla", "kd-only", "fednoro", "clean-only"), name="table4")
-    assert [job.name for job in closure(more.jobs())] == ["runs/synthetic-fednoro-clean-only-rho0.5-eta0.5-0.7-seed0"]
+    more = Comparison(
+        order(made), (HARD,), ("fedla", "kd-only", "fednoro", "clean-only"), name="table4"
+    )
+    assert [job.name for job in closure(more.jobs())] == [
+        "runs/synthetic-fednoro-clean-only-rho0.5-eta0.5-0.7-seed0"
+    ]
 
 
 def test_the_table_is_filled_from_the_runs(made: Path) -> None:
@@ -111,16 +120,25 @@ def test_the_table_is_filled_from_the_runs(made: Path) -> None:
         (100 * value,) for run in runs.values() for value in (run.best, run.last)
     ]
     kd = next(record for record in table.records if record["row"] == "kd-only")
-    assert kd["best"] == runs["kd-only"].best and kd["rate"] == 0.5 and kd["detection_exact"] in (True, False)
+    assert (
+        kd["best"] == runs["kd-only"].best
+        and kd["rate"] == 0.5
+        and kd["detection_exact"] in (True, False)
+    )
 
 
 def test_a_finished_run_of_another_configuration_is_an_error_that_names_the_key(made: Path) -> None:
     other = Comparison(order(made, "train.lr=0.02"), (HARD,), ("fedla",), name="table4")
-    with pytest.raises(UserError, match=r"fedla-rho0\.5.*made with train\.lr=0\.01, asked is 0\.02: use another --out"):
+    with pytest.raises(
+        UserError,
+        match=r"fedla-rho0\.5.*made with train\.lr=0\.01, asked is 0\.02: use another --out",
+    ):
         closure(other.jobs())
 
 
-def test_a_run_of_a_version_without_one_of_the_options_is_an_error(made: Path, tmp_path: Path) -> None:
+def test_a_run_of_a_version_without_one_of_the_options_is_an_error(
+    made: Path, tmp_path: Path
+) -> None:
     """Its default may be something new."""
     grid = Comparison(order(made), (HARD,), ("fedla", "fednoro"), name="table4")
     job = next(job for (row, _, _), job in grid.runs().items() if row == "fednoro")
@@ -128,9 +146,12 @@ def test_a_run_of_a_version_without_one_of_the_options_is_an_error(made: Path, t
     copy = replace(job, path=tmp_path / "copy")
     shutil.copytree(job.path, copy.path)
     stored = copy.path / "config.yaml"
-    stored.write_text("".join(line for line in stored.read_text().splitlines(True) if "  adjust:" not in line))
+    stored.write_text(
+        "".join(line for line in stored.read_text().splitlines(True) if "  adjust:" not in line)
+    )
     with pytest.raises(
-        UserError, match=r"copy was made by an earlier version, which had no method\.adjust: use another"
+        UserError,
+        match=r"copy was made by an earlier version, which had no method\.adjust: use another",
     ):
         copy.check()
 
@@ -148,11 +169,20 @@ def test_a_federation_is_keyed_by_all_it_depends_on_and_by_nothing_else(tmp_path
     ]
     assert {name(), *same} == {name()}
     others = [
-        name("data.images=170"), name("split.test=0.2"), name("partition.clients=5"), name("noise.epochs=3"),
-        name("model.width=5"), name("train.lr=0.02"), name("train.batch=8"), name("train.weight_decay=0"),
-        name("train.augment.flip=true"), name("engine=eager"), name(seed=1), name(setting=Setting(0.4, 0.5, 0.7)),
+        name("data.images=170"),
+        name("split.test=0.2"),
+        name("partition.clients=5"),
+        name("noise.epochs=3"),
+        name("model.width=5"),
+        name("train.lr=0.02"),
+        name("train.batch=8"),
+        name("train.weight_decay=0"),
+        name("train.augment.flip=true"),
+        name("engine=eager"),
+        name(seed=1),
+        name(setting=Setting(0.4, 0.5, 0.7)),
         name(setting=Setting(0.5, 0.4, 0.7)),
-    ]  # fmt: skip
+    ]
     assert len({name(), *others}) == 1 + len(others)
 
 
@@ -168,7 +198,9 @@ def test_a_warm_up_is_shared_only_where_the_first_rounds_are_the_same(tmp_path: 
     assert shared(rows=("fedavg", "fedla", "fedprox", "fednoro")) == [False, True, False, True]
 
 
-def test_a_run_that_was_stopped_goes_on_and_one_that_had_not_begun_begins_anew(made: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_and_one_that_had_not_begun_begins_anew(
+    made: Path, tmp_path: Path
+) -> None:
     class Stops(Watcher):
         def turned(self, turn: Turn) -> None:
             if turn.state.round == 4 and turn.evaluation is not None:
@@ -177,7 +209,9 @@ def test_a_run_that_was_stopped_goes_on_and_one_that_had_not_begun_begins_anew(m
     job = next(job for (row, _, _), job in ablation(tmp_path).runs().items() if row == "fednoro")
     job.needs[0].perform(Watcher())
     job.path.mkdir(parents=True)
-    (job.path / "config.yaml").write_text((made / "runs" / job.path.name / "config.yaml").read_text())
+    (job.path / "config.yaml").write_text(
+        (made / "runs" / job.path.name / "config.yaml").read_text()
+    )
     with pytest.raises(KeyboardInterrupt):
         job.perform(Stops())
     assert not job.done and checkpoints(RunFolder(job.path))[-1].name == "round-00004.safetensors"
@@ -195,7 +229,9 @@ def test_a_run_that_was_stopped_goes_on_and_one_that_had_not_begun_begins_anew(m
 def test_scores_are_what_fednoro_itself_was_told_at_the_end_of_its_warm_up(made: Path) -> None:
     grid = Indicators(order(made), (HARD,), mixture_seeds=50)
     left = closure(grid.jobs())
-    assert [job.name.split("/")[0] for job in left] == ["warmups", "scores", "scores"], "the warm-up with LA is there"
+    assert [job.name.split("/")[0] for job in left] == ["warmups", "scores", "scores"], (
+        "the warm-up with LA is there"
+    )
     assert quiet(left, made) == {}
     job = grid.scores()[HARD, 0, True]
     run = made / "runs" / "synthetic-fednoro-rho0.5-eta0.5-0.7-seed0"
@@ -250,8 +286,12 @@ def test_the_partition_is_counted_by_true_and_by_observed_labels(made: Path) -> 
     table = grid.fill({})
     for k, part in enumerate(federation.parts):
         rows = [record for record in table.records if record["client"] == k]
-        assert [row["true"] for row in rows] == [int((federation.clean[part] == c).sum()) for c in range(3)]
-        assert [row["observed"] for row in rows] == [int((federation.observed[part] == c).sum()) for c in range(3)]
+        assert [row["true"] for row in rows] == [
+            int((federation.clean[part] == c).sum()) for c in range(3)
+        ]
+        assert [row["observed"] for row in rows] == [
+            int((federation.observed[part] == c).sum()) for c in range(3)
+        ]
     np.testing.assert_array_equal(
         counts(federation, federation.observed).sum(1), [len(part) for part in federation.parts]
     )
@@ -261,6 +301,14 @@ def test_the_partition_is_counted_by_true_and_by_observed_labels(made: Path) -> 
 
 def test_one_warm_up_serves_the_ablation_of_the_first_stage_too(tmp_path: Path) -> None:
     config: Config = order(tmp_path).config("fednoro", HARD, 0)
-    runs = sharing([train(order(tmp_path).config(row, HARD, 0), tmp_path) for row in ("fedla", "fednoro")], tmp_path, 3)
-    assert {run.played and run.played.name for run in runs} == {warm_up(config, tmp_path, 3, FedLA()).name}
-    assert Indicators(order(tmp_path), (HARD,)).scores()[HARD, 0, True].warmup == runs[0].played.path  # type: ignore[union-attr]
+    runs = sharing(
+        [train(order(tmp_path).config(row, HARD, 0), tmp_path) for row in ("fedla", "fednoro")],
+        tmp_path,
+        3,
+    )
+    assert {run.played and run.played.name for run in runs} == {
+        warm_up(config, tmp_path, 3, FedLA()).name
+    }
+    assert (
+        Indicators(order(tmp_path), (HARD,)).scores()[HARD, 0, True].warmup == runs[0].played.path
+    )  # type: ignore[union-attr]

@@ -14,10 +14,9 @@ import pytest
 from rich.console import Console
 
 from fednoro.bench import paper
-from fednoro.bench.making import QUICK, Wish, show
-from fednoro.bench.order import IN_ROUNDS, Order
+from fednoro.bench.formats import best, escape, figure, latex, markdown, tidy
 from fednoro.bench.paper import CLEAN, GRIDS, MILD, STRONG, Setting
-from fednoro.bench.render import best, escape, figure, latex, markdown, tidy
+from fednoro.bench.plan import IN_ROUNDS, Order
 from fednoro.bench.tables import (
     METHODS,
     STAGE_2,
@@ -28,6 +27,7 @@ from fednoro.bench.tables import (
     paper_grid,
     settings_of,
 )
+from fednoro.bench.tables_and_figures import QUICK, Wish, show
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.experiment.config.configuration import flat, resolve, section_name
 from fednoro.methods import METHODS as REGISTERED
@@ -46,7 +46,15 @@ def order(*overrides: str, source: str = "digits", rounds: int | None = None) ->
 def test_a_run_is_the_preset_with_its_method_noise_and_seed() -> None:
     config = order("train.lr=0.002").config("fedprox", HARD, 3)
     same = resolve(
-        "digits", ["train.lr=0.002", "method=fedprox", "noise.rate=0.4", "noise.low=0.5", "noise.high=0.7", "seed=3"]
+        "digits",
+        [
+            "train.lr=0.002",
+            "method=fedprox",
+            "noise.rate=0.4",
+            "noise.low=0.5",
+            "noise.high=0.7",
+            "seed=3",
+        ],
     )
     differing = {key for key, value in flat(config).items() if flat(same)[key] != value}
     assert differing == {"name", "out"}
@@ -92,7 +100,9 @@ def test_the_same_number_of_rounds_changes_nothing_and_what_was_said_stays() -> 
         ("train.rouns=3", "did you mean rounds"),
     ],
 )
-def test_what_bench_varies_itself_is_refused_with_the_way_to_say_it(override: str, instead: str) -> None:
+def test_what_bench_varies_itself_is_refused_with_the_way_to_say_it(
+    override: str, instead: str
+) -> None:
     with pytest.raises(UserError, match=instead):
         order(override)
 
@@ -112,8 +122,12 @@ def test_the_paper_s_tables_agree_where_they_overlap() -> None:
     for figures in paper.BACC.values():
         for (method, setting), (high, last) in figures.items():
             assert last <= high
-            assert setting == CLEAN or method == "fednoro" or high < figures["fednoro", setting].best
-    assert {len([1 for _, s in paper.BACC["ich"] if s == setting]) for setting in GRIDS["ich"][1:]} == {9}
+            assert (
+                setting == CLEAN or method == "fednoro" or high < figures["fednoro", setting].best
+            )
+    assert {
+        len([1 for _, s in paper.BACC["ich"] if s == setting]) for setting in GRIDS["ich"][1:]
+    } == {9}
     assert len([1 for _, s in paper.BACC["ich"] if s == CLEAN]) == 3
 
 
@@ -132,7 +146,10 @@ def test_a_quick_version_has_every_row_and_is_on_digits() -> None:
         assert grid.order.data == "digits" and len(grid.settings) <= 3
     grid = Wish(quick=True).grid("table1")
     assert (
-        isinstance(grid, Comparison) and grid.rows == METHODS and len(METHODS) == 9 and set(METHODS) <= set(REGISTERED)
+        isinstance(grid, Comparison)
+        and grid.rows == METHODS
+        and len(METHODS) == 9
+        and set(METHODS) <= set(REGISTERED)
     )
     ablation = Wish(quick=True).grid("table4")
     assert isinstance(ablation, Comparison) and ablation.rows == tuple(STAGE_2)
@@ -145,9 +162,13 @@ def test_the_paper_s_figures_stand_beside_ours_only_for_the_same_data() -> None:
     assert ours.reported("fednoro", Setting(0.6, *STRONG)) == (66.00, 60.65)
     assert ours.reported("rofl", CLEAN) is None
     ablation = wish.grid("table4")
-    assert isinstance(ablation, Comparison) and ablation.reported("kd-only", Setting(0.6, *STRONG)) == (60.79, 43.57)
+    assert isinstance(ablation, Comparison) and ablation.reported(
+        "kd-only", Setting(0.6, *STRONG)
+    ) == (60.79, 43.57)
     other = Wish(data="digits").grid("table2")
-    assert isinstance(other, Comparison) and other.reported("fednoro", Setting(0.6, *STRONG)) is None
+    assert (
+        isinstance(other, Comparison) and other.reported("fednoro", Setting(0.6, *STRONG)) is None
+    )
 
 
 # Filled tables
@@ -188,7 +209,13 @@ def test_the_best_of_each_kind_is_bold_and_equal_ones_are_too() -> None:
 
 
 def test_markdown_lines_have_the_same_number_of_cells() -> None:
-    table = small(Cell((1.0,), paper=2.0), Cell(()), Cell((3.0, 4.0), 2), Cell((1.0,)), notes=("Seeds 0.", "a|b"))
+    table = small(
+        Cell((1.0,), paper=2.0),
+        Cell(()),
+        Cell((3.0, 4.0), 2),
+        Cell((1.0,)),
+        notes=("Seeds 0.", "a|b"),
+    )
     lines = [line for line in markdown(table).splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {4}
     assert "1.00 (2.00) |" in lines[2] and "a\\|b" in markdown(table)
@@ -203,12 +230,24 @@ def test_latex_escapes_what_latex_would_take_for_its_own() -> None:
 
 
 def test_latex_is_balanced_and_every_line_has_all_columns() -> None:
-    columns = tuple((rho, "η ∈ (0.3, 0.5)", name) for rho in ("ρ = 0.3", "ρ = 0.4") for name in ("Re", "Pr", "MR"))
-    rows = tuple(Row((f"row_{i} & co", "✓"), tuple(Cell((50.0 + i, 51.0), 2, 7.5) for _ in columns)) for i in range(3))
-    text = latex(Table("table3", "50% of it_all", ("Indicator", "LA"), columns, rows, ("made by --x_y #1",)))
+    columns = tuple(
+        (rho, "η ∈ (0.3, 0.5)", name)
+        for rho in ("ρ = 0.3", "ρ = 0.4")
+        for name in ("Re", "Pr", "MR")
+    )
+    rows = tuple(
+        Row((f"row_{i} & co", "✓"), tuple(Cell((50.0 + i, 51.0), 2, 7.5) for _ in columns))
+        for i in range(3)
+    )
+    text = latex(
+        Table("table3", "50% of it_all", ("Indicator", "LA"), columns, rows, ("made by --x_y #1",))
+    )
     assert text.isascii()
     for begin, end in re.findall(r"\\begin\{(\w+)\}", text) and [("begin", "end")]:
-        assert re.findall(rf"\\{begin}\{{(\w+)\}}", text) == re.findall(rf"\\{end}\{{(\w+)\}}", text)[::-1]
+        assert (
+            re.findall(rf"\\{begin}\{{(\w+)\}}", text)
+            == re.findall(rf"\\{end}\{{(\w+)\}}", text)[::-1]
+        )
     bare = re.sub(r"\\[\\{}&%#_$]", "", text)
     assert bare.count("{") == bare.count("}") and bare.count("$") % 2 == 0
     lines = [line for line in text.splitlines() if line.endswith(r"\\")]
@@ -216,15 +255,24 @@ def test_latex_is_balanced_and_every_line_has_all_columns() -> None:
     for line in lines:
         spans = [int(n) for n in re.findall(r"\\multicolumn\{(\d+)\}", line)]
         assert len(re.findall(r"(?<!\\)&", line)) + 1 + sum(n - 1 for n in spans) == 2 + 6, line
-    assert r"\multicolumn{3}{c}{$\rho$ = 0.4}" in lines[0] and r"\textbf{51.50 $\pm$ 0.71}" in lines[-1]
+    assert (
+        r"\multicolumn{3}{c}{$\rho$ = 0.4}" in lines[0]
+        and r"\textbf{51.50 $\pm$ 0.71}" in lines[-1]
+    )
     for rule in ("toprule", "midrule", "bottomrule"):
         assert text.count(f"\\{rule}") == 1
 
 
 def test_tidy_csv_has_one_line_for_each_record() -> None:
-    records = ({"seed": 0, "best": 0.5, "failed": None}, {"seed": 1, "best": None, "failed": 'a, "b"'})
+    records = (
+        {"seed": 0, "best": 0.5, "failed": None},
+        {"seed": 1, "best": None, "failed": 'a, "b"'},
+    )
     rows = list(csv.DictReader(io.StringIO(tidy(small(records=records)))))
-    assert rows == [{"seed": "0", "best": "0.5", "failed": ""}, {"seed": "1", "best": "", "failed": 'a, "b"'}]
+    assert rows == [
+        {"seed": "0", "best": "0.5", "failed": ""},
+        {"seed": "1", "best": "", "failed": 'a, "b"'},
+    ]
 
 
 @pytest.mark.parametrize("width", [20, 80, 300])
@@ -235,7 +283,10 @@ def test_a_table_is_shown_in_full_however_narrow_the_console(width: int) -> None
     table = Table("t", "A caption.", ("Method", ""), columns, rows, ("a note",))
     show((table, [Path("t.md")]), Console(file=text, width=width))
     lines = text.getvalue().splitlines()
-    cells = [cell.strip() for cell in next(line for line in lines if "fednoro-plus" in line).strip("│").split("│")]
+    cells = [
+        cell.strip()
+        for cell in next(line for line in lines if "fednoro-plus" in line).strip("│").split("│")
+    ]
     assert cells == ["fednoro-plus", "Last", *(figure(cell) for cell in rows[0].cells)]
     assert lines[-2:] == ["a note", "written: t.md"] and "…" not in text.getvalue()
 

@@ -1,4 +1,6 @@
-"""Jobs in one process and in several: order, failures, a worker that dies, and what people see of it."""
+"""Jobs in one process and in several: order, failures, a worker that
+dies, and what people see of it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fednoro.bench.board import Board, _span
 from fednoro.bench.jobs import Job
+from fednoro.bench.progress_board import Board, _span
 from fednoro.bench.workers import perform_all
 from fednoro.core.types import UserError
 from fednoro.experiment.config.configuration import resolve
@@ -28,13 +30,19 @@ class Writes(Job):
     def perform(self, watcher: Watcher) -> None:
         watcher.progress("writing", 1, 2)
         watcher.warned("the same trouble")
-        self.path.write_text(f"{os.getpid()} " + " ".join(sorted(path.name for path in self.path.parent.iterdir())))
+        self.path.write_text(
+            f"{os.getpid()} " + " ".join(sorted(path.name for path in self.path.parent.iterdir()))
+        )
 
 
 @dataclass(frozen=True)
 class Fails(Job):
     def perform(self, watcher: Watcher) -> None:
-        raise UserError("a mistake\nin two lines") if "user" in self.name else ZeroDivisionError("a defect")
+        raise (
+            UserError("a mistake\nin two lines")
+            if "user" in self.name
+            else ZeroDivisionError("a defect")
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,15 @@ def some_jobs(out: Path, last: type[Job]) -> list[Job]:
     )
     after = Writes("c", CONFIG, out / "c", (first,))
     never = Writes("d", CONFIG, out / "d", (wrong,))
-    return [first, wrong, broken, after, never, Writes("e", CONFIG, out / "e", (never,)), last("z", CONFIG, out / "z")]
+    return [
+        first,
+        wrong,
+        broken,
+        after,
+        never,
+        Writes("e", CONFIG, out / "e", (never,)),
+        last("z", CONFIG, out / "z"),
+    ]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -82,7 +98,11 @@ def test_what_fails_does_not_stop_the_rest(tmp_path: Path, workers: int) -> None
     process, *there = (tmp_path / "c").read_text().split()
     assert "a" in there, "a job comes after what it needs"
     assert (int(process) == os.getpid()) == (workers == 1)
-    assert ("progress", "a", ("writing", 1, 2)) in heard.events and ("warned", "a", "the same trouble") in heard.events
+    assert ("progress", "a", ("writing", 1, 2)) in heard.events and (
+        "warned",
+        "a",
+        "the same trouble",
+    ) in heard.events
     ended = {name: reason for what, name, reason in heard.events if what == "ended"}
     assert ended == {job.name: failed.get(job.name) for job in jobs}
     if workers > 1:
@@ -94,7 +114,9 @@ def board(jobs: list[Job], **options: Any) -> tuple[Board, io.StringIO]:
     return Board(Console(file=text, width=200, **options), jobs, 3), text
 
 
-def test_without_a_terminal_every_job_that_ends_is_a_line_and_a_warning_is_said_once(tmp_path: Path) -> None:
+def test_without_a_terminal_every_job_that_ends_is_a_line_and_a_warning_is_said_once(
+    tmp_path: Path,
+) -> None:
     jobs: list[Job] = [Writes(name, CONFIG, tmp_path / name) for name in "abc"]
     shown, text = board(jobs)
     for job in jobs:
@@ -108,10 +130,15 @@ def test_without_a_terminal_every_job_that_ends_is_a_line_and_a_warning_is_said_
     lines = text.getvalue().splitlines()
     assert lines[0] == "warning: a: trouble [x]" and sum("trouble" in line for line in lines) == 1
     assert lines[1].startswith("4/6  a  Best 91.23%, Last 90.00%  ETA ")
-    assert lines[2].startswith("5/6  b  failed: it [broke]") and lines[3] == "6/6  c  Best 91.23%, Last 90.00%"
+    assert (
+        lines[2].startswith("5/6  b  failed: it [broke]")
+        and lines[3] == "6/6  c  Best 91.23%, Last 90.00%"
+    )
 
 
-def test_the_time_left_counts_the_rounds_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_counts_the_rounds_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     jobs: list[Job] = [Writes(name, CONFIG, tmp_path / name) for name in "ab"]
@@ -119,15 +146,22 @@ def test_the_time_left_counts_the_rounds_that_are_left(tmp_path: Path, monkeypat
     assert shown.eta is None
     shown.begun(jobs[0])
     clock[0] += 50  # preparations do not say how long a round is
-    shown.heard(jobs[0], "round", (4, 10, None))  # it goes on after round 4: six are left, and one for the other job
+    # it goes on after round 4: six are left, and one for the other job
+    shown.heard(jobs[0], "round", (4, 10, None))
     assert shown.eta is None
     clock[0] += 6
     shown.heard(jobs[0], "round", (7, 10, 0.4))
     assert shown.eta == pytest.approx(6 / 3 * (3 + 1))
-    assert [_span(value) for value in (9.4, 61, 3600 * 2 + 300)] == ["9 s", "1 min 01 s", "2 h 05 min"]
+    assert [_span(value) for value in (9.4, 61, 3600 * 2 + 300)] == [
+        "9 s",
+        "1 min 01 s",
+        "2 h 05 min",
+    ]
 
 
-def test_in_a_terminal_the_rounds_of_running_jobs_are_shown_with_the_time_left(tmp_path: Path) -> None:
+def test_in_a_terminal_the_rounds_of_running_jobs_are_shown_with_the_time_left(
+    tmp_path: Path,
+) -> None:
     jobs: list[Job] = [Writes(name, CONFIG, tmp_path / name) for name in ("runs/a", "runs/b")]
     shown, text = board(jobs, force_terminal=True)
     for job in jobs:
