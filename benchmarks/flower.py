@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import describe, markdown
-from fednoro.flower.running import (
+from fednoro.flower.ops.flwr_process import (
     COMPLETED,
     Link,
     app_toml,
@@ -77,7 +77,7 @@ def on_flower(way: str, chosen: Sequence[str], clients: int, root: Path) -> tupl
     """Seconds per round, and bytes from the nodes and to them in all."""
     from fednoro.core.types import UserError
     from fednoro.experiment.config.configuration import resolve
-    from fednoro.flower.following import as_json
+    from fednoro.flower.ops.follower import as_json
 
     config = resolve(chosen[0], [*chosen[1:], f"out={root}", "name=run"])
     (root / "app").mkdir(parents=True)

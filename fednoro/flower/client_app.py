@@ -1,7 +1,8 @@
 """The ClientApp: one message is one task, done with the site's own data.
 
-A task that fails is answered with the type of the exception alone: its text may name files or values, and stays in the
-site's own log. An audit's last task also leaves the site's letter on its own disk.
+A task that fails is answered with the type of the exception alone: its text may name
+files or values, and stays in the site's own log. An audit's last task also leaves the
+site's letter on its own disk.
 """
 
 from __future__ import annotations
@@ -23,9 +24,16 @@ from fednoro.audit.audit_method import Audit
 from fednoro.core.metrics import confusion
 from fednoro.core.types import Failure, FedNoRoWarning, Reply, Task, UserError, Weights
 from fednoro.detection.score_privacy import protect
-from fednoro.flower.memory import Memory
 from fednoro.flower.records import SIZE, failure_records, read_task, reply_records
-from fednoro.flower.site import RefusedError, SiteOptions, Station, load_data, read_site, station
+from fednoro.flower.site.site_memory import Memory
+from fednoro.flower.site.station import (
+    RefusedError,
+    SiteOptions,
+    Station,
+    load_data,
+    read_site,
+    station,
+)
 from fednoro.methods.fednoro_plus import CORRECTED_FROM, SOFT
 
 app = ClientApp()
@@ -38,7 +46,9 @@ class Node:
         given = context.node_config
         self.simulated = "site" not in given
         if self.simulated and "partition-id" not in given:
-            raise UserError("node-config names neither a site (site=, config=) nor a partition (partition-id=)")
+            raise UserError(
+                "node-config names neither a site (site=, config=) nor a partition (partition-id=)"
+            )
         self.name = str(given["partition-id"] if self.simulated else given["site"])
         self.partitions = int(given.get("num-partitions", 0)) if self.simulated else 0
         self._path = None if self.simulated else given.get("config")
@@ -65,11 +75,15 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """What a model is worth on the part of the data that the site keeps for that: confusion counts."""
+    """What a model is worth on the part of the data that the site
+    keeps for that: confusion counts.
+    """
     return _answer(message, context, _evaluate)
 
 
-def _answer(message: Message, context: Context, action: Callable[[RecordDict, Node], RecordDict]) -> Message:
+def _answer(
+    message: Message, context: Context, action: Callable[[RecordDict, Node], RecordDict]
+) -> Message:
     simulated = True
     try:
         node = Node(context)
@@ -84,7 +98,9 @@ def _answer(message: Message, context: Context, action: Callable[[RecordDict, No
         log(ERROR, "this site could not do what it was asked: %s", error, exc_info=error)
         kind = type(error).__name__
         open_to_all = simulated or isinstance(error, RefusedError)
-        content = failure_records(f"{kind}: {error}" if open_to_all else f"{kind} (see the site's log)")
+        content = failure_records(
+            f"{kind}: {error}" if open_to_all else f"{kind} (see the site's log)"
+        )
     return Message(content, reply_to=message)
 
 
@@ -99,7 +115,10 @@ def _hello(_: RecordDict, node: Node) -> RecordDict:
     if (options := node.options()) is not None:
         dataset = load_data(options)
         size = len(dataset)
-        facts |= {"classes": list(dataset.classes), "shape": [int(side) for side in dataset.images.shape[1:]]}
+        facts |= {
+            "classes": list(dataset.classes),
+            "shape": [int(side) for side in dataset.images.shape[1:]],
+        }
     return RecordDict({"config": ConfigRecord(dict(facts)), "metrics": MetricRecord({SIZE: size})})
 
 
@@ -138,7 +157,9 @@ def _work(content: RecordDict, node: Node) -> RecordDict:
     if any(before.get(name) is not value for name, value in client.memory.items()):
         memory.keep(clock, client.memory, oldest)
     if options is not None and isinstance(method, Audit) and task.name == "joint":
-        from fednoro.flower.letters import leave_letter  # late: every task is a process of its own
+        from fednoro.flower.site.local_letter import (
+            leave_letter,  # late: every task is a process of its own
+        )
 
         written = leave_letter(root, str(facts["run"]), client, place.dataset, method)
         log(INFO, "the images to look at are in %s, which nobody else has", written)
@@ -147,12 +168,16 @@ def _work(content: RecordDict, node: Node) -> RecordDict:
 
 def _placed(weights: Weights, segments: tuple[int, ...]) -> Weights:
     if len(weights.values) != sum(segments):
-        raise UserError(f"a model of {len(weights.values)} values was sent, this network has {sum(segments)}")
+        raise UserError(
+            f"a model of {len(weights.values)} values was sent, this network has {sum(segments)}"
+        )
     return Weights(weights.values, weights.counters, segments)
 
 
 def _recalibrated(task: Task, place: Station, number: int) -> Reply:
-    """The received weights with BatchNorm's statistics from this site's images; as received where it has one."""
+    """The received weights with BatchNorm's statistics from this site's images;
+    as received where it has one.
+    """
     client = place.client(number)
     if len(client.index) < 2:
         return Reply(number, len(client.index))
@@ -164,9 +189,13 @@ def _evaluate(content: RecordDict, node: Node) -> RecordDict:
     part, classes = place.held_out, len(place.dataset.classes)
     if not len(part):
         empty = torch.zeros(classes, classes).double().numpy()
-        return reply_records(task, Reply(number, 0, metrics={"loss": 0.0}, arrays={"confusion": empty}))
+        return reply_records(
+            task, Reply(number, 0, metrics={"loss": 0.0}, arrays={"confusion": empty})
+        )
     logits = place.engine.logits(task.weights, part).float().cpu()
     truth = torch.from_numpy(place.dataset.labels[part])
     counts = confusion(truth.numpy(), logits.argmax(1).numpy(), classes).astype("float64")
     loss = float(F.cross_entropy(logits, truth))
-    return reply_records(task, Reply(number, len(part), metrics={"loss": loss}, arrays={"confusion": counts}))
+    return reply_records(
+        task, Reply(number, len(part), metrics={"loss": loss}, arrays={"confusion": counts})
+    )

@@ -17,7 +17,7 @@ from fednoro.core.types import UserError
 from fednoro.flower.operations import certs, init, site
 
 if TYPE_CHECKING:
-    from fednoro.flower.following import Follower
+    from fednoro.flower.ops.follower import Follower
 
 LOST = 3  # the exit code where the SuperLink is away and the run's outcome is not known
 
@@ -31,34 +31,47 @@ app.command("init")(init)
 app.command("certs")(certs)
 app.add_typer(site, name="site")
 
-Items = Annotated[list[str] | None, typer.Argument(metavar="[APP|PRESET|FILE] [KEY=VALUE]...", show_default=False)]
-Superlink = Annotated[str | None, typer.Option(help="A connection in Flower's config.toml; default: the one it names.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")]
-MinSites = Annotated[int | None, typer.Option(help="Wait for so many sites in every exchange.", show_default=False)]
-Timeout = Annotated[
-    float | None, typer.Option(help="Seconds after which a round goes on without the rest.", show_default=False)
+Items = Annotated[
+    list[str] | None, typer.Argument(metavar="[APP|PRESET|FILE] [KEY=VALUE]...", show_default=False)
 ]
-Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="A run folder to carry on.", show_default=False)]
+Superlink = Annotated[
+    str | None,
+    typer.Option(help="A connection in Flower's config.toml; default: the one it names."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")]
+MinSites = Annotated[
+    int | None, typer.Option(help="Wait for so many sites in every exchange.", show_default=False)
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(help="Seconds after which a round goes on without the rest.", show_default=False),
+]
+Resume = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="A run folder to carry on.", show_default=False)
+]
 
 
 @app.command()
 def simulate(
     items: Items = None,
-    sites: Annotated[int | None, typer.Option(help="How many sites; default: partition.clients.")] = None,
+    sites: Annotated[
+        int | None, typer.Option(help="How many sites; default: partition.clients.")
+    ] = None,
     cpus: Annotated[int, typer.Option(help="CPUs that all sites share.")] = 2,
     round_timeout: Timeout = None,
     resume: Resume = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run on this machine through Flower's own simulation: every message is Flower's, the weights are `fednoro run`'s.
+    """Run on this machine through Flower's own simulation: every message is Flower's, the
+    weights are `fednoro run`'s.
 
     It takes Ray, some 20 seconds to start and more memory. For research, `fednoro run` is faster.
 
     Example: fednoro flower simulate digits --sites 20 method=fedavg train.rounds=10
     """
     check_installed()
-    from fednoro.flower.following import as_json, ordered, placed
-    from fednoro.flower.running import simulation_link
+    from fednoro.flower.ops.flwr_process import simulation_link
+    from fednoro.flower.ops.follower import as_json, ordered, placed
 
     if resume is not None:
         config, folder = _reopened(resume)
@@ -79,7 +92,9 @@ def simulate(
         )
         with simulation_link(home / "home") as link:
             log = home / "home" / "superlink.log"
-            _play(link, made, _following(folder, config, quiet), quiet, federation=federation, log=log)
+            _play(
+                link, made, _following(folder, config, quiet), quiet, federation=federation, log=log
+            )
 
 
 @app.command()
@@ -94,9 +109,11 @@ def run(
     resume: Resume = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run on a SuperLink and its sites; ends with 0 only if the run completed, with 3 if the SuperLink is away.
+    """Run on a SuperLink and its sites; ends with 0 only if the run completed,
+    with 3 if the SuperLink is away.
 
-    Rounds are shown where the run folder can be read from here, that is on the SuperLink's own machine.
+    Rounds are shown where the run folder can be read from here, that is on
+    the SuperLink's own machine.
 
     Examples: fednoro flower run federation --superlink hospital --min-sites 3
 
@@ -105,8 +122,8 @@ def run(
     fednoro flower run --resume runs/digits-fednoro-seed0 --superlink hospital
     """
     check_installed()
-    from fednoro.flower.following import as_json, ordered, placed
-    from fednoro.flower.running import Link
+    from fednoro.flower.ops.flwr_process import Link
+    from fednoro.flower.ops.follower import as_json, ordered, placed
 
     given = {"min-sites": min_sites, "start-sites": start_sites, "round-timeout": round_timeout}
     link = Link(_connection(superlink))
@@ -128,24 +145,37 @@ def run(
 
 @app.command()
 def audit(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run on Flower.", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The folder of a run on Flower.", show_default=False),
+    ],
     superlink: Superlink = None,
     scores: Annotated[
         Scores,
-        typer.Option(help="early: a model after few rounds; cross_fit: unseen labels; corrected: by fednoro-plus."),
+        typer.Option(
+            help="early: a model after few rounds; cross_fit: unseen labels; corrected: by "
+            "fednoro-plus."
+        ),
     ] = Scores.early,
-    min_cell: Annotated[int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")] = 5,
+    min_cell: Annotated[
+        int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")
+    ] = 5,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds before a model judges; the run's warm-up if not given.")
+        int | None,
+        typer.Option(min=1, help="Rounds before a model judges; the run's warm-up if not given."),
     ] = None,
-    folds: Annotated[int, typer.Option(min=2, help="Parts of each site's images in cross_fit.")] = 5,
+    folds: Annotated[
+        int, typer.Option(min=2, help="Parts of each site's images in cross_fit.")
+    ] = 5,
     min_sites: MinSites = None,
     round_timeout: Timeout = None,
     quiet: Quiet = False,
 ) -> None:
-    """Estimate how many labels are wrong at each site of a run; each site gets a letter with the images to look at.
+    """Estimate how many labels are wrong at each site of a run; each site gets a
+    letter with the images to look at.
 
-    The coordinator's page is RUN/audit/index.html. Letters are written at the sites, and nothing in them is sent.
+    The coordinator's page is RUN/audit/index.html. Letters are written at the sites,
+    and nothing in them is sent.
 
     The same command again goes on with an audit that was stopped.
 
@@ -153,26 +183,37 @@ def audit(
     """
     check_installed()
     from fednoro.audit.simulated_audit import warmup_of
-    from fednoro.flower.following import AuditFollower
-    from fednoro.flower.options import AuditOrder
-    from fednoro.flower.running import Link
+    from fednoro.flower.ops.flwr_process import Link
+    from fednoro.flower.ops.follower import AuditFollower
+    from fednoro.flower.server.run_config import AuditOrder
 
     config, folder = _reopened(run, "audited")
     kept = json.loads((folder / "flower.json").read_text(encoding="utf-8"))
     if kept.pop("simulation"):
-        raise UserError(f"the sites of {folder} were simulated: audit it with `fednoro audit {folder}`")
+        raise UserError(
+            f"the sites of {folder} were simulated: audit it with `fednoro audit {folder}`"
+        )
     del kept["run"]
     given = {"min_sites": min_sites, "round_timeout": round_timeout}
     kept |= {key: value for key, value in given.items() if value is not None}
     order = AuditOrder(str(folder), scores.value, rounds or warmup_of(config), folds, min_cell)
-    values = {key.replace("_", "-"): value for key, value in kept.items()} | {"audit": order.as_json()}
+    values = {key.replace("_", "-"): value for key, value in kept.items()} | {
+        "audit": order.as_json()
+    }
     link, total = Link(_connection(superlink)), order.method().rounds
     with _made(values) as made:
-        _play(link, made, lambda: AuditFollower(Console(emoji=False), order.exchanges, total, quiet), quiet)
+        _play(
+            link,
+            made,
+            lambda: AuditFollower(Console(emoji=False), order.exchanges, total, quiet),
+            quiet,
+        )
 
 
 def carry_on(folder: Path, quiet: bool) -> None:
-    """`fednoro resume` of a run on Flower: as it was begun, in a simulation or on the default connection."""
+    """`fednoro resume` of a run on Flower: as it was begun, in a simulation
+    or on the default connection.
+    """
     kept = json.loads((folder / "flower.json").read_text(encoding="utf-8"))
     if kept.get("simulation"):
         simulate(resume=folder, quiet=quiet)
@@ -214,17 +255,22 @@ def _connection(superlink: str | None) -> str:
 
     home = Path(os.environ.get("FLWR_HOME", "~/.flwr")).expanduser()
     try:
-        return str(tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"]["default"])
+        return str(
+            tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"][
+                "default"
+            ]
+        )
     except (OSError, KeyError, ValueError) as error:
         raise UserError(
-            f"{home / 'config.toml'} names no default SuperLink: give --superlink, or add it there ({error})"
+            f"{home / 'config.toml'} names no default SuperLink: give "
+            f"--superlink, or add it there ({error})"
         ) from error
 
 
 @contextmanager
 def _made(values: Mapping[str, Any]) -> Iterator[Path]:
     """An app folder with this run-config."""
-    from fednoro.flower.running import app_toml
+    from fednoro.flower.ops.flwr_process import app_toml
 
     with tempfile.TemporaryDirectory(prefix="fednoro-") as place:
         made = Path(place) / "app"
@@ -234,7 +280,7 @@ def _made(values: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _following(folder: Path, config: Any, quiet: bool) -> Callable[[], Follower]:
-    from fednoro.flower.following import Follower
+    from fednoro.flower.ops.follower import Follower
 
     return lambda: Follower(Console(emoji=False), folder, config.train.rounds, quiet)
 
@@ -248,8 +294,8 @@ def _play(
     federation: str = "",
     log: Path | None = None,
 ) -> None:
-    from fednoro.flower.following import RunFailedError, RunLostError, follow
-    from fednoro.flower.running import tail
+    from fednoro.flower.ops.flwr_process import tail
+    from fednoro.flower.ops.follower import RunFailedError, RunLostError, follow
 
     number = link.run(made, values, federation)
     follower = None if following is None else following()

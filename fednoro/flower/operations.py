@@ -16,25 +16,36 @@ from rich.text import Text
 
 from fednoro.core.types import UserError
 
-site = typer.Typer(help="A site's own side: its settings, and whether it is ready.", no_args_is_help=True)
+site = typer.Typer(
+    help="A site's own side: its settings, and whether it is ready.", no_args_is_help=True
+)
 
 COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where certificates and keys go.", show_default=False)],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Where certificates and keys go.", show_default=False),
+    ],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="A DNS name or IP address of the SuperLink; once for each.", show_default=False),
+        typer.Option(
+            help="A DNS name or IP address of the SuperLink; once for each.", show_default=False
+        ),
     ] = None,
-    sites: Annotated[str, typer.Option(help="Sites to make keys for, with commas between.", show_default=False)] = "",
+    sites: Annotated[
+        str, typer.Option(help="Sites to make keys for, with commas between.", show_default=False)
+    ] = "",
     days: Annotated[int, typer.Option(help="How long the SuperLink's certificate is valid.")] = 365,
-    force: Annotated[bool, typer.Option("--force", help="Replace the SuperLink's certificate and these keys.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the SuperLink's certificate and these keys.")
+    ] = False,
 ) -> None:
     """Make a CA, the SuperLink's certificate and a key pair for each site; later calls add sites.
 
-    What is there stays there. --force makes the SuperLink's certificate (with --host) and the named sites' keys anew,
-    never the CA.
+    What is there stays there. --force makes the SuperLink's certificate (with --host) and the named
+    sites' keys anew, never the CA.
 
     Examples: fednoro flower certs certs --host link.example.org --host 10.0.0.7 --sites north,south
 
@@ -42,7 +53,7 @@ def certs(
 
     fednoro flower certs certs --host link.example.org --force          a new year
     """
-    from fednoro.flower.certificates import make, public_key_of
+    from fednoro.flower.ops.certificates import make, public_key_of
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
     done = make(folder, host or (), names, days, force)
@@ -52,31 +63,48 @@ def certs(
     if not done.made:
         console.print("nothing to do: everything was there", markup=False)
     left = (done.expires - datetime.now(UTC)).days
-    console.print(f"the SuperLink's certificate expires on {done.expires:%Y-%m-%d}, in {left} days", markup=False)
+    console.print(
+        f"the SuperLink's certificate expires on {done.expires:%Y-%m-%d}, in {left} days",
+        markup=False,
+    )
     console.print(f"the CA expires on {done.ca_expires:%Y-%m-%d}", markup=False)
     for name in names:
         private, public = done.sites[name], public_key_of(done.sites[name])
-        console.print(f"{name}: register {public}; the site gets {private} and {done.ca}", soft_wrap=True, markup=False)
+        console.print(
+            f"{name}: register {public}; the site gets {private} and {done.ca}",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
-Items = Annotated[list[str] | None, typer.Argument(metavar="[PRESET|FILE] [KEY=VALUE]...", show_default=False)]
+Items = Annotated[
+    list[str] | None, typer.Argument(metavar="[PRESET|FILE] [KEY=VALUE]...", show_default=False)
+]
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The app folder to make.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The app folder to make.", show_default=False)
+    ],
     items: Items = None,
 ) -> None:
-    """Write an app folder that `flwr run` takes: pyproject.toml, README.md and the run's configuration.
+    """Write an app folder that `flwr run` takes: pyproject.toml, README.md
+    and the run's configuration.
 
     Example: fednoro flower init federation digits train.rounds=50 method=fednoro
     """
     from fednoro.experiment.config.configuration import resolve, section_name
-    from fednoro.flower.init import write_app
+    from fednoro.flower.ops.starter_files import write_app
 
     plain = [item for item in items or [] if "=" not in item]
     if len(plain) > 1:
-        raise UserError(f"one preset or file at a time, got {' and '.join(plain)}; overrides look like key=value")
-    made = write_app(folder, (plain or ["digits"])[0], [item for item in items or [] if "=" in item])
+        raise UserError(
+            "one preset or file at a time, got "
+            f"{' and '.join(plain)}; overrides look like key=value"
+        )
+    made = write_app(
+        folder, (plain or ["digits"])[0], [item for item in items or [] if "=" in item]
+    )
     console = Console(emoji=False, highlight=False)
     for path in made:
         console.print(f"made {path}", soft_wrap=True, markup=False)
@@ -85,18 +113,22 @@ def init(
         console.print(f"next: {deploy}", soft_wrap=True, markup=False)
     else:
         console.print(f"next: fednoro flower simulate {folder}", soft_wrap=True, markup=False)
-        console.print(f"or, with a SuperLink and its sites up: {deploy}", soft_wrap=True, markup=False)
+        console.print(
+            f"or, with a SuperLink and its sites up: {deploy}", soft_wrap=True, markup=False
+        )
 
 
 @site.command("init")
 def site_init(
-    file: Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The file to write.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(metavar="SITE.yaml", help="The file to write.", show_default=False)
+    ],
 ) -> None:
     """Write a commented site.yaml to fill in.
 
     Example: fednoro flower site init /etc/fednoro/site.yaml
     """
-    from fednoro.flower.init import write_site
+    from fednoro.flower.ops.starter_files import write_site
 
     write_site(file)
     typer.echo(f"made {file}; fill it in, then: fednoro flower site check {file}")
@@ -104,27 +136,45 @@ def site_init(
 
 @site.command("check")
 def site_check(
-    file: Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The site's settings.", show_default=False)],
-    superlink: Annotated[str | None, typer.Option(help="HOST:PORT of the SuperLink.", show_default=False)] = None,
-    root_certificates: Annotated[Path | None, typer.Option(help="The federation's ca.crt.", show_default=False)] = None,
-    key: Annotated[Path | None, typer.Option(help="The site's private key.", show_default=False)] = None,
+    file: Annotated[
+        Path, typer.Argument(metavar="SITE.yaml", help="The site's settings.", show_default=False)
+    ],
+    superlink: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the SuperLink.", show_default=False)
+    ] = None,
+    root_certificates: Annotated[
+        Path | None, typer.Option(help="The federation's ca.crt.", show_default=False)
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="The site's private key.", show_default=False)
+    ] = None,
     classes: Annotated[
-        str | None, typer.Option(help="The federation's class names in order, with commas.", show_default=False)
+        str | None,
+        typer.Option(
+            help="The federation's class names in order, with commas.", show_default=False
+        ),
     ] = None,
     run_config: Annotated[
-        str | None, typer.Option(help="The run's configuration: its model, batch and classes.", show_default=False)
+        str | None,
+        typer.Option(
+            help="The run's configuration: its model, batch and classes.", show_default=False
+        ),
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Decode all images now, into the cache.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Decode all images now, into the cache.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check data, labels, disk, memory, device, packages, certificate, key and connection before anything is sent.
+    """Check data, labels, disk, memory, device, packages, certificate, key and
+    connection before anything is sent.
 
     Ends with 0 if nothing failed, with 1 otherwise. Warnings do not count.
 
-    Example: fednoro flower site check site.yaml --superlink link.example.org:8000 --root-certificates ca.crt --key key
+    Example: fednoro flower site check site.yaml --superlink link.example.org:8000
+    --root-certificates ca.crt --key key
     """
-    from fednoro.flower.checks import passed
-    from fednoro.flower.site_check import check_site
+    from fednoro.flower.ops.checks import passed
+    from fednoro.flower.ops.site_check import check_site
 
     found = []
     console = Console(emoji=False, highlight=False)
@@ -139,13 +189,21 @@ def site_check(
     ):
         found.append(check)
         if not as_json:
-            line = Text.assemble((f"{check.status:<8}", COLOURS[check.status]), f"{check.name}: {check.message}")
-            console.print(line.append(f" → {check.remedy}") if check.remedy else line, soft_wrap=True)
+            line = Text.assemble(
+                (f"{check.status:<8}", COLOURS[check.status]), f"{check.name}: {check.message}"
+            )
+            console.print(
+                line.append(f" → {check.remedy}") if check.remedy else line, soft_wrap=True
+            )
     good = passed(found)
     if as_json:
-        typer.echo(json.dumps({"ok": good, "checks": [check.to_dict() for check in found]}, indent=1))
+        typer.echo(
+            json.dumps({"ok": good, "checks": [check.to_dict() for check in found]}, indent=1)
+        )
     else:
         count = sum(check.status == "failed" for check in found)
-        console.print("ready" if good else f"{count} to mend before this site can take part", soft_wrap=True)
+        console.print(
+            "ready" if good else f"{count} to mend before this site can take part", soft_wrap=True
+        )
     if not good:
         raise typer.Exit(1)

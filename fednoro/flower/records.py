@@ -1,9 +1,13 @@
-"""Tasks and replies as Flower's records: one flat vector for a model, small arrays and numbers beside it.
+"""Tasks and replies as Flower's records: one flat vector for a model, small
+arrays and numbers beside it.
 
-    task    arrays {values, counters}   small {NAME: float64}   config {task, server-round, client, …}   settings {…}
-    reply   arrays {values, counters}   small {NAME: float64}   config {task, server-round, client}      metrics {…}
+    task    arrays {values, counters}   small {NAME: float64}
+            config {task, server-round, client, …}   settings {…}
+    reply   arrays {values, counters}   small {NAME: float64}
+            config {task, server-round, client}      metrics {…}
 
-A reply has nothing else: weights, counts, means per class, sums over features and metrics are all that leaves a site.
+A reply has nothing else: weights, counts, means per class, sums over features and
+metrics are all that leaves a site.
 """
 
 from __future__ import annotations
@@ -25,9 +29,18 @@ class UnreadableError(ValueError):
     """A message that is not one of ours."""
 
 
-def task_records(task: Task, client: int, facts: Mapping[str, str | int], model: ArrayRecord) -> RecordDict:
-    """What a site is sent; `model` is `weight_record(task.weights)`, which all messages of an exchange share."""
-    config: dict[str, Any] = {"task": task.name, "server-round": task.round, "client": client, **facts}
+def task_records(
+    task: Task, client: int, facts: Mapping[str, str | int], model: ArrayRecord
+) -> RecordDict:
+    """What a site is sent; `model` is `weight_record(task.weights)`, which all
+    messages of an exchange share.
+    """
+    config: dict[str, Any] = {
+        "task": task.name,
+        "server-round": task.round,
+        "client": client,
+        **facts,
+    }
     return RecordDict(
         {
             "arrays": model,
@@ -44,9 +57,9 @@ def read_task(content: RecordDict) -> tuple[Task, int]:
     weights = _weights(content.array_records["arrays"])
     settings: dict[str, Any] = dict(content.config_records["settings"])
     small = _small(content.array_records["small"])
-    return Task(str(config["task"]), _integer(config["server-round"]), weights, settings, small), _integer(
-        config["client"]
-    )
+    return Task(
+        str(config["task"]), _integer(config["server-round"]), weights, settings, small
+    ), _integer(config["client"])
 
 
 def reply_records(task: Task, reply: Reply) -> RecordDict:
@@ -56,7 +69,9 @@ def reply_records(task: Task, reply: Reply) -> RecordDict:
         {
             "small": _small_record(reply.arrays),
             "metrics": MetricRecord({SIZE: reply.size, **metrics}),
-            "config": ConfigRecord({"task": task.name, "server-round": task.round, "client": reply.client}),
+            "config": ConfigRecord(
+                {"task": task.name, "server-round": task.round, "client": reply.client}
+            ),
         }
     )
     if reply.weights is not None:
@@ -89,18 +104,29 @@ def read_reply(content: RecordDict) -> Reply:
 def weight_record(weights: Weights) -> ArrayRecord:
     """A model as one flat vector, and its counters."""
     parts = {"values": weights.values, "counters": weights.counters}
-    return ArrayRecord({name: Array(tensor.detach().cpu().numpy()) for name, tensor in parts.items()})
+    return ArrayRecord(
+        {name: Array(tensor.detach().cpu().numpy()) for name, tensor in parts.items()}
+    )
 
 
 def _weights(record: ArrayRecord) -> Weights:
     values, counters = (_array(record[name]) for name in ("values", "counters"))
-    if values.dtype != np.float32 or counters.dtype != np.int64 or values.ndim != 1 or counters.ndim != 1:
-        raise UnreadableError(f"a model of {values.dtype} {values.shape} and {counters.dtype} {counters.shape}")
+    if (
+        values.dtype != np.float32
+        or counters.dtype != np.int64
+        or values.ndim != 1
+        or counters.ndim != 1
+    ):
+        raise UnreadableError(
+            f"a model of {values.dtype} {values.shape} and {counters.dtype} {counters.shape}"
+        )
     return Weights(torch.from_numpy(values), torch.from_numpy(counters))
 
 
 def _small_record(arrays: Mapping[str, FloatArray]) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.asarray(array, dtype=np.float64)) for name, array in arrays.items()})
+    return ArrayRecord(
+        {name: Array(np.asarray(array, dtype=np.float64)) for name, array in arrays.items()}
+    )
 
 
 def _small(record: ArrayRecord) -> dict[str, FloatArray]:

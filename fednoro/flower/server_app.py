@@ -5,8 +5,8 @@ from __future__ import annotations
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fednoro.flower.audited import audit_sites
-from fednoro.flower.coordinator import coordinate
+from fednoro.flower.server.coordinated_audit import audit_sites
+from fednoro.flower.server.coordinator import coordinate
 
 app = ServerApp()
 

@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 import fednoro
-from fednoro.experiment.checkpoint import checkpoints
 from fednoro.bench.jobs import (
     Federate,
     Job,
@@ -35,6 +34,7 @@ from fednoro.core.types import UserError
 from fednoro.data.federation import Federation
 from fednoro.detection.indicators import INDICATORS
 from fednoro.experiment import simulation
+from fednoro.experiment.checkpoint import checkpoints
 from fednoro.experiment.config.configuration import Config
 from fednoro.experiment.drive import Watcher
 from fednoro.experiment.rounds import Turn

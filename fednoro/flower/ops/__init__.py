@@ -1,0 +1,1 @@
+"""Setting up and running a federation: certificates, checks, processes."""

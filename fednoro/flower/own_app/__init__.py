@@ -1,0 +1,1 @@
+"""FedNoRo for a Flower app of your own: a strategy, and functions for the client."""

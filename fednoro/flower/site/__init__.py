@@ -1,0 +1,1 @@
+"""A site's side: its data, its engine, what it remembers, its letter."""
