@@ -1,12 +1,15 @@
-"""Methods under other noise, partitions and budgets, on the same federations and from the same warm-up.
+"""Methods under other noise, partitions and budgets, on the same
+federations and from the same warm-up.
 
-python -m benchmarks.conditions [--preset digits] [--conditions symmetric pair-flip …] [--rate 0.4] [--seeds 0 1 2]
+python -m benchmarks.conditions [--preset digits] [--conditions symmetric pair-flip …]
+[--rate 0.4] [--seeds 0 1 2]
                                 [--methods fedla fednoro] [--results FILE] [--jobs 1] [key=value …]
 
-FedNoRo+ plays its warm-up, which is FedLA's but for what clients measure, and goes on; the others go on from the same
-model, and their seconds are with that warm-up. Last is the mean of the last 10 rounds, exact says how often exactly the
-noisy clients were flagged. --results keeps each federation's figures as a line of JSON: what is in the file is not
-measured again. Without --conditions, all that the data allows.
+FedNoRo+ plays its warm-up, which is FedLA's but for what clients measure, and goes on; the others
+go on from the same model, and their seconds are with that warm-up. Last is the mean of the last 10
+rounds, exact says how often exactly the noisy clients were flagged. --results keeps each
+federation's figures as a line of JSON: what is in the file is not measured again. Without
+--conditions, all that the data allows.
 """
 
 from __future__ import annotations
@@ -71,7 +74,12 @@ class Cell:
 
     @property
     def settings(self) -> list[str]:
-        return [*self.overrides, *CONDITIONS[self.condition], f"noise.rate={self.rate:g}", f"seed={self.seed}"]
+        return [
+            *self.overrides,
+            *CONDITIONS[self.condition],
+            f"noise.rate={self.rate:g}",
+            f"seed={self.seed}",
+        ]
 
     @property
     def key(self) -> str:
@@ -90,19 +98,30 @@ def measured(cell: Cell, path: Path | None) -> dict[str, Any]:
         if cell.condition == "one-class":
             extra = one_class_alone(resolve(cell.preset, cell.overrides).data.load(cell.seed))
         configs = {
-            name: resolve(cell.preset, [*cell.settings, *extra, f"method={name}"]) for name in (PLUS, *cell.methods)
+            name: resolve(cell.preset, [*cell.settings, *extra, f"method={name}"])
+            for name in (PLUS, *cell.methods)
         }
         with laboratory(configs[PLUS], Watcher()) as lab:
-            parts = (lab.dataset, lab.config.split, lab.config.partition, lab.config.noise, cell.seed)
+            parts = (
+                lab.dataset,
+                lab.config.split,
+                lab.config.partition,
+                lab.config.noise,
+                cell.seed,
+            )
             federation = assemble(*parts, lab.annotate)
-            found = _played(lab, federation, {name: config.method for name, config in configs.items()})
+            found = _played(
+                lab, federation, {name: config.method for name, config in configs.items()}
+            )
     line = {"setting": cell.key, "condition": cell.condition, "seed": cell.seed, **found}
     keep(path, line)
     return line
 
 
 def one_class_alone(dataset: Dataset) -> tuple[str]:
-    """An override: wrong labels in the most frequent class alone, any other class with equal chances."""
+    """An override: wrong labels in the most frequent class alone, any
+    other class with equal chances.
+    """
     classes = len(dataset.classes)
     common = int(np.bincount(dataset.labels, minlength=classes).argmax())
     rows = np.eye(classes)
@@ -115,7 +134,9 @@ def _played(lab: Lab, federation: Federation, methods: Mapping[str, Method]) -> 
     engine, rounds = lab.engine, lab.config.train.rounds
     engine.serve(federation.clients())
     start = lab.calibrated(Packed(lab.initial).weights())
-    state = to_device(State(start, 0, rounds, len(federation.classes), lab.config.seed), engine.device)
+    state = to_device(
+        State(start, 0, rounds, len(federation.classes), lab.config.seed), engine.device
+    )
     evaluate = tester(engine, lab.dataset, federation.test, federation.validation)
     warmup: int = methods[PLUS].warmup  # type: ignore[attr-defined]
     found: dict[str, Any] = {"clients": len(federation.parts)}
@@ -145,7 +166,9 @@ def _played(lab: Lab, federation: Federation, methods: Mapping[str, Method]) -> 
 
 
 def table(lines: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
-    """For each condition: Last of each method, verdicts, and how far FedNoRo+ is ahead with the same seed."""
+    """For each condition: Last of each method, verdicts, and how far FedNoRo+
+    is ahead with the same seed.
+    """
     rows = []
     for condition in dict.fromkeys(line["condition"] for line in lines):
         mine = [line for line in lines if line["condition"] == condition]
@@ -155,21 +178,30 @@ def table(lines: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> str:
             judged = [line for line in mine if "exact" in line[name]]
             if judged:
                 exact = sum(line[name]["exact"] for line in judged)
-                who = ", ".join(f"{len(line[name]['flagged'])} ({len(line['noisy'])})" for line in judged)
+                who = ", ".join(
+                    f"{len(line[name]['flagged'])} ({len(line['noisy'])})" for line in judged
+                )
                 cells[-1] += f"; exact {exact} of {len(judged)}: {who}"
-        cells += [spread([line[PLUS]["last"] - line[name]["last"] for line in mine], "+") for name in methods]
+        cells += [
+            spread([line[PLUS]["last"] - line[name]["last"] for line in mine], "+")
+            for name in methods
+        ]
         rows.append(cells)
     return markdown(["", "seeds", *methods, PLUS, *(f"− {name}" for name in methods)], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="digits")
     parser.add_argument("--conditions", nargs="+", choices=list(CONDITIONS), default=None)
     parser.add_argument("--rate", type=float, default=0.4, help="share of noisy clients")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", choices=SHARING, default=list(SHARING), help="beside fednoro-plus")
+    parser.add_argument(
+        "--methods", nargs="+", choices=SHARING, default=list(SHARING), help="beside fednoro-plus"
+    )
     parser.add_argument("--results", type=Path, default=None, help="a .jsonl file to go on from")
     parser.add_argument("--jobs", type=int, default=1, help="federations at a time")
     words, overrides = overrides_in(arguments)
@@ -181,12 +213,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name for name in CONDITIONS if name != "sites" or asked.data.load(0).sites is not None
     ]
     cells = [
-        Cell(options.preset, overrides, name, options.rate, seed, methods) for name in wanted for seed in options.seeds
+        Cell(options.preset, overrides, name, options.rate, seed, methods)
+        for name in wanted
+        for seed in options.seeds
     ]
     known = {row["setting"]: row for row in kept(options.results) if {PLUS, *methods} <= row.keys()}
     missing = [cell for cell in cells if cell.key not in known]
     work = partial(measured, path=options.results)
-    known |= {line["setting"]: line for line in in_processes(work, missing, options.jobs, "federations")}
+    known |= {
+        line["setting"]: line for line in in_processes(work, missing, options.jobs, "federations")
+    }
     span = f"ρ = {options.rate:g}, Last in %; flagged (noisy) by seed"
     print(f"{' '.join([options.preset, *overrides])}, {span}\n")
     print(table([known[cell.key] for cell in cells], methods))

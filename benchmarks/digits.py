@@ -1,6 +1,7 @@
 """The default experiment for every method over several seeds: what README.md shows.
 
-python -m benchmarks.digits [--seeds 5] [--methods fedavg fedla fednoro] [--figure FILE] [key=value …]
+python -m benchmarks.digits [--seeds 5] [--methods fedavg fedla fednoro]
+[--figure FILE] [key=value …]
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--methods", nargs="+", default=["fedavg", "fedla", "fednoro"])
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--figure", type=Path, default=None, help="also draw curves and class losses (extra: report)")
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        default=None,
+        help="also draw curves and class losses (extra: report)",
+    )
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     if options.figure:
@@ -48,20 +54,33 @@ def main() -> None:
     out = str(options.out or tempfile.mkdtemp(prefix="fednoro-"))
     jobs = [(m, s, options.overrides, out) for m in options.methods for s in range(options.seeds)]
     # One thread each: as many runs as cores are already at work.
-    with ProcessPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(
+        os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         runs = list(track(pool.map(_one, jobs), "running", len(jobs), console=Console(stderr=True)))
-    print(f"digits preset {' '.join(options.overrides)}, seeds 0 to {options.seeds - 1}, BACC in %, mean ± std\n")
+    print(
+        f"digits preset {' '.join(options.overrides)}, seeds 0 to "
+        f"{options.seeds - 1}, BACC in %, mean ± std\n"
+    )
     print("| method | Best | Last | flagged set exact | s per run |\n|---|---|---|---|---|")
     for method in options.methods:
         mine = [run for run, job in zip(runs, jobs, strict=True) if job[0] == method]
-        known = [run.detection["exact"] for run in mine if run.detection and "exact" in run.detection]
+        known = [
+            run.detection["exact"] for run in mine if run.detection and "exact" in run.detection
+        ]
         exact = f"{sum(known)} of {len(known)}" if known else "–"
         best, last = _spread([run.best for run in mine]), _spread([run.last for run in mine])
-        print(f"| {method} | {best} | {last} | {exact} | {statistics.mean(run.seconds for run in mine):.1f} |")
+        print(
+            f"| {method} | {best} | {last} | {exact} | "
+            f"{statistics.mean(run.seconds for run in mine):.1f} |"
+        )
     print(f"\nrun folders: {out}")
     if options.figure:
         draw(
-            {m: [run for run, job in zip(runs, jobs, strict=True) if job[0] == m] for m in options.methods},
+            {
+                m: [run for run, job in zip(runs, jobs, strict=True) if job[0] == m]
+                for m in options.methods
+            },
             options.figure,
         )
 
@@ -70,13 +89,19 @@ def draw(runs: Mapping[str, Sequence[fednoro.Run]], path: Path) -> None:
     """What FedNoRo's detector saw in its first run, and every method's BACC over the rounds."""
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=[1, 1.25], layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 4.2), width_ratios=[1, 1.25], layout="constrained"
+    )
     judged = next((run for method in runs for run in runs[method] if run.detection), None)
     if judged is not None and judged.detection is not None:
-        clients = sorted(judged.detection["clients"].items(), key=lambda item: (item[1]["noisy"], int(item[0])))
+        clients = sorted(
+            judged.detection["clients"].items(), key=lambda item: (item[1]["noisy"], int(item[0]))
+        )
         losses = np.array([row["losses"] for _, row in clients], dtype=np.float64)
         table = min_max(fill_missing(losses))
-        drawn = left.imshow(np.where(np.isnan(losses), np.nan, table), aspect="auto", cmap="viridis")
+        drawn = left.imshow(
+            np.where(np.isnan(losses), np.nan, table), aspect="auto", cmap="viridis"
+        )
         truth = judged.detection.get("noisy", [])
         marks = [f"{'● ' if int(k) in truth else ''}{k}" for k, _ in clients]
         left.set_yticks(range(len(marks)), marks, fontsize=8)

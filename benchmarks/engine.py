@@ -1,10 +1,12 @@
 """ms per client-step over whole rounds: the plain loop, `eager`, the fast engine, and the limit.
 
-python -m benchmarks.engine [--network resnet18 cnn] [--sizes 32 64 112 224] [--precision fp32 tf32 bf16] [--kd] …
+python -m benchmarks.engine [--network resnet18 cnn] [--sizes 32 64 112 224]
+[--precision fp32 tf32 bf16] [--kd] …
 
-A round is FedAvg's: every client trains for one epoch and the models are averaged. The limit is the same machinery
-with one client that holds all the data, in batches as large as those of all clients together; its figure is the time
-of that round divided by the clients' steps, so that ratios are those of whole rounds.
+A round is FedAvg's: every client trains for one epoch and the models are averaged. The limit is
+the same machinery with one client that holds all the data, in batches as large as those of all
+clients together; its figure is the time of that round divided by the clients' steps, so that
+ratios are those of whole rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ MODELS: dict[str, Model] = {"resnet18": Resnet18(), "cnn": Cnn(width=16)}
 CHANNELS = {"resnet18": 3, "cnn": 1}
 BATCH, CLASSES = 16, 8
 LEAST = (
-    18  # images of a client: more than a batch; with 17 the plain loop would end on one image, which BatchNorm refuses
+    # images of a client: more than a batch; with 17 the plain loop would end on one
+    # image, which BatchNorm refuses
+    18
 )
 
 
@@ -103,11 +107,15 @@ class Workload:
 
     def threads(self) -> int:
         """How many threads a run with this network takes."""
-        with worthwhile_threads(self.network(), (self.training.batch, self.inputs, *self.dataset.images.shape[1:3])):
+        with worthwhile_threads(
+            self.network(), (self.training.batch, self.inputs, *self.dataset.images.shape[1:3])
+        ):
             return torch.get_num_threads()
 
     def engine(self, hardware: Hardware) -> EagerEngine:
-        return hardware.engine(self.network, self.dataset, self.inputs, self.training, self.seed, self.clients)
+        return hardware.engine(
+            self.network, self.dataset, self.inputs, self.training, self.seed, self.clients
+        )
 
     def start(self, device: torch.device) -> State:
         """Before the first round."""
@@ -116,7 +124,10 @@ class Workload:
     def judged(self, device: torch.device) -> State:
         """Before FedNoRo's first round of stage 2, with every other client flagged."""
         warmup = FedNoRo().warmup
-        rows = {str(k): {"noisy": bool(k % 2), "posterior": float(k % 2)} for k in range(len(self.clients))}
+        rows = {
+            str(k): {"noisy": bool(k % 2), "posterior": float(k % 2)}
+            for k in range(len(self.clients))
+        }
         memo = {"detection": {"reason": None, "clients": rows}, "asked_in": warmup}
         return replace(self.start(device), round=warmup, rounds=warmup + 1, memo=memo)
 
@@ -148,7 +159,9 @@ class DistilEverywhere(FedNoRo):
 class Alternative:
     """One way to play a round, with the settings of torch that belong to it."""
 
-    def __init__(self, play: Callable[[], object], steps: int, threads: int, settings: tuple[bool, ...]) -> None:
+    def __init__(
+        self, play: Callable[[], object], steps: int, threads: int, settings: tuple[bool, ...]
+    ) -> None:
         self.play, self.steps, self.threads, self.settings = play, steps, threads, settings
         self.ms: list[float] = []  # per client-step
 
@@ -174,7 +187,9 @@ def set_arithmetic(settings: tuple[bool, ...]) -> None:
     cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = settings
 
 
-def alternatives(work: Workload, options: argparse.Namespace) -> tuple[dict[str, Alternative], list[str]]:
+def alternatives(
+    work: Workload, options: argparse.Namespace
+) -> tuple[dict[str, Alternative], list[str]]:
     """All ways to play a round of `work`, by name, and a line about each fast engine."""
     device: torch.device = options.device
     usual, threads = arithmetic(), torch.get_num_threads()
@@ -182,7 +197,14 @@ def alternatives(work: Workload, options: argparse.Namespace) -> tuple[dict[str,
     found: dict[str, Alternative] = {}
     notes: list[str] = []
 
-    def add(name: str, of: Workload, hardware: Hardware, steps: int, counts: Iterable[int], kd: bool = False) -> str:
+    def add(
+        name: str,
+        of: Workload,
+        hardware: Hardware,
+        steps: int,
+        counts: Iterable[int],
+        kd: bool = False,
+    ) -> str:
         engine, start, judged = of.engine(hardware), of.start(device), of.judged(device)
         for count in counts:
             once = partial(play_round, engine, Method(), start)
@@ -194,20 +216,31 @@ def alternatives(work: Workload, options: argparse.Namespace) -> tuple[dict[str,
         return engine.describe()
 
     net = plain.stock(work.network()).to(device)
-    # A small network is faster on one thread, and so is a large one on shared cores: whatever is not ours to set
-    # is given whichever number serves it better.
+    # A small network is faster on one thread, and so is a large one on shared cores: whatever is
+    # not ours to set is given whichever number serves it better.
     counts = {threads, 1} if device.type == "cpu" else {threads}
     for workers in options.workers:
-        once = partial(plain.play_round, net, slow.dataset, slow.clients, slow.inputs, slow.training, device, workers)
+        once = partial(
+            plain.play_round,
+            net,
+            slow.dataset,
+            slow.clients,
+            slow.inputs,
+            slow.training,
+            device,
+            workers,
+        )
         for count in counts:
             found[f"plain {workers}, {count}"] = Alternative(once, slow.steps, count, usual)
     add("eager", slow, Hardware(device, "eager"), slow.steps, [slow.threads()])
     for name, hardware in variants(options).items():
-        if device.type == "cpu":  # a run takes its lanes from the threads that torch had before a small network got one
+        if device.type == "cpu":
+            # a run takes its lanes from the threads that torch had before a small network got one
             hardware = replace(hardware, lanes=threads)
         told = add(f"fast {name}", work, hardware, work.steps, [work.threads()], options.kd)
         notes.append(f"fast {name}: {told}")
-        # With one client, several lanes would leave all but one core idle: the limit is one large batch on all cores.
+        # With one client, several lanes would leave all but one core idle: the limit is
+        # one large batch on all cores.
         alone = Hardware(device, "eager") if device.type == "cpu" else replace(hardware, lanes=1)
         add(f"limit {name}", work.pooled(), alone, work.steps, counts)
     return found, notes
@@ -215,15 +248,25 @@ def alternatives(work: Workload, options: argparse.Namespace) -> tuple[dict[str,
 
 def variants(options: argparse.Namespace) -> dict[str, Hardware]:
     """The fast engine's settings, by name."""
-    found: dict[str, Hardware] = {p: Hardware(options.device, precision=p) for p in options.precision}
+    found: dict[str, Hardware] = {
+        p: Hardware(options.device, precision=p) for p in options.precision
+    }
     if options.streams:
-        found |= {f"{p} on streams": Hardware(options.device, precision=p, stack=False) for p in options.precision}
+        found |= {
+            f"{p} on streams": Hardware(options.device, precision=p, stack=False)
+            for p in options.precision
+        }
     if options.compile:
-        found |= {f"{p} compiled": Hardware(options.device, precision=p, compiled=True) for p in options.precision}
+        found |= {
+            f"{p} compiled": Hardware(options.device, precision=p, compiled=True)
+            for p in options.precision
+        }
     return found
 
 
-def rows(work: Workload, label: str, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
+def rows(
+    work: Workload, label: str, options: argparse.Namespace
+) -> tuple[list[list[str]], list[str]]:
     """Measures all alternatives, one after another within each repeat."""
     found, notes = alternatives(work, options)
     for alternative in found.values():
@@ -254,7 +297,10 @@ def rows(work: Workload, label: str, options: argparse.Namespace) -> tuple[list[
         table.append([label, name, *figures, *(ratio(over, under) for over, under in ratios)])
     sizes = [len(client.index) for client in work.clients]
     slow = work.first(options.slow_steps)
-    shown = [f"{label}: {len(sizes)} clients with {min(sizes)} to {max(sizes)} images, {work.steps} steps per round"]
+    shown = [
+        f"{label}: {len(sizes)} clients with {min(sizes)} to {max(sizes)} "
+        f"images, {work.steps} steps per round"
+    ]
     shown.append(f"plain and eager over {len(slow.clients)} clients, {slow.steps} steps")
     names = [*plain_loops, "eager", *(f"limit {name}" for name in variants(options))]
     shown.append("threads: " + "; ".join(map(chosen, names)))
@@ -262,19 +308,58 @@ def rows(work: Workload, label: str, options: argparse.Namespace) -> tuple[list[
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add: Any = parser.add_argument
-    add("--network", nargs="+", choices=sorted(MODELS), help="default: both on a CPU, resnet18 on a GPU")
-    add("--sizes", nargs="+", type=int, help="pixels; default: 32, 64, 112, 224 on a GPU, else 32, and 28 for cnn")
+    add(
+        "--network",
+        nargs="+",
+        choices=sorted(MODELS),
+        help="default: both on a CPU, resnet18 on a GPU",
+    )
+    add(
+        "--sizes",
+        nargs="+",
+        type=int,
+        help="pixels; default: 32, 64, 112, 224 on a GPU, else 32, and 28 for cnn",
+    )
     add("--clients", type=int, default=20)
-    add("--images", type=int, help="of all clients; default: 8000 on a GPU, else 1200, and 4000 for cnn")
+    add(
+        "--images",
+        type=int,
+        help="of all clients; default: 8000 on a GPU, else 1200, and 4000 for cnn",
+    )
     add("--device", default="auto")
-    add("--precision", nargs="+", choices=get_args(Precision), help="default: all on a GPU, else fp32")
-    add("--workers", nargs="+", type=int, help="of the plain loop; default: 0 and 4 on a GPU, else 0")
+    add(
+        "--precision",
+        nargs="+",
+        choices=get_args(Precision),
+        help="default: all on a GPU, else fp32",
+    )
+    add(
+        "--workers",
+        nargs="+",
+        type=int,
+        help="of the plain loop; default: 0 and 4 on a GPU, else 0",
+    )
     add("--repeat", type=int, default=3, help="rounds that are measured, after one that is not")
-    add("--slow-steps", type=int, default=40, help="steps of the plain loop and of eager, in whole clients; 0: all")
-    add("--kd", action="store_true", help="also a round of FedNoRo's stage 2 with distillation on every client")
-    add("--streams", action="store_true", help="on a GPU, also with one client per stream in place of stacks")
+    add(
+        "--slow-steps",
+        type=int,
+        default=40,
+        help="steps of the plain loop and of eager, in whole clients; 0: all",
+    )
+    add(
+        "--kd",
+        action="store_true",
+        help="also a round of FedNoRo's stage 2 with distillation on every client",
+    )
+    add(
+        "--streams",
+        action="store_true",
+        help="on a GPU, also with one client per stream in place of stacks",
+    )
     add("--compile", action="store_true", help="also with torch.compile")
     options = parser.parse_args(arguments)
     options.device = choose_device(options.device)
@@ -289,12 +374,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a Markdown table, row by row as they are measured."""
     options = parse(arguments)
     gpu = options.device.type == "cuda"
-    warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)  # DataLoader's workers
+    # DataLoader's workers
+    warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
     plain_loops = [f"plain, {w} workers" if w else "plain, workers off" for w in options.workers]
-    header = ["", "precision", *plain_loops, "eager", "fast", "limit", "plain / fast", "eager / fast", "fast / limit"]
+    header = [
+        "",
+        "precision",
+        *plain_loops,
+        "eager",
+        "fast",
+        "limit",
+        "plain / fast",
+        "eager / fast",
+        "fast / limit",
+    ]
     print(
-        f"ms per client-step of batch {BATCH} over whole rounds, augmentation on: best (median) of {options.repeat}. "
-        "Ratios: median (smallest to largest) within a repeat; plain, and on a CPU the limit, in the faster setting.\n"
+        f"ms per client-step of batch {BATCH} over whole rounds, augmentation on: best (median) of "
+        f"{options.repeat}. Ratios: median (smallest to largest) within a repeat; plain, and on a "
+        "CPU the limit, in the faster setting.\n"
     )
     print(markdown([*header, "KD / plain round"] if options.kd else header, []), flush=True)
     notes: list[str] = []

@@ -1,4 +1,6 @@
-"""The machine that figures are measured on: its name, its clock, its memory, and the tables they end in."""
+"""The machine that figures are measured on: its name, its clock, its
+memory, and the tables they end in.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,25 @@ Result = TypeVar("Result")
 
 
 def overrides_in(arguments: Sequence[str] | None) -> tuple[list[str], tuple[str, ...]]:
-    """The command line without its `key=value`, and those: an option that takes several values would swallow them."""
+    """The command line without its `key=value`, and those: an option that takes
+    several values would swallow them.
+    """
     given = sys.argv[1:] if arguments is None else arguments
-    overrides = [word for word in given if re.match(r"\w[\w.-]*=", word)]  # not a path that has one in it
+    # not a path that has one in it
+    overrides = [word for word in given if re.match(r"\w[\w.-]*=", word)]
     return [word for word in given if word not in overrides], tuple(overrides)
 
 
-def in_processes(work: Callable[[Item], Result], items: Sequence[Item], jobs: int, what: str) -> Iterator[Result]:
+def in_processes(
+    work: Callable[[Item], Result], items: Sequence[Item], jobs: int, what: str
+) -> Iterator[Result]:
     """What `work` makes of each item, in order, so many at a time; shows how far it has come."""
     console, jobs = Console(stderr=True), min(jobs, len(items))
     if jobs <= 1:
         yield from track(map(work, items), what, len(items), console=console)
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:  # a fork would share the GPU
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        # a fork would share the GPU
         yield from track(pool.map(work, items), what, len(items), console=console)
 
 
@@ -57,7 +65,10 @@ def kept(path: Path | None) -> list[dict[str, Any]]:
 def describe(device: torch.device) -> str:
     """One line that names the machine, for under a table."""
     threads = torch.get_num_threads()
-    parts = [f"{_processor()}, {threads} {'thread' if threads == 1 else 'threads'}", f"torch {torch.__version__}"]
+    parts = [
+        f"{_processor()}, {threads} {'thread' if threads == 1 else 'threads'}",
+        f"torch {torch.__version__}",
+    ]
     if device.type == "cuda":
         parts.insert(0, torch.cuda.get_device_name(device))
     return f"Machine: {'; '.join(parts)}; Python {platform.python_version()}."
@@ -90,7 +101,8 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 def peak_memory() -> int:
     """The largest resident size of this process so far, in bytes."""
     try:
-        # Not `ru_maxrss` where it can be avoided: Linux lets a new process inherit that from its parent.
+        # Not `ru_maxrss` where it can be avoided: Linux lets a new process
+        # inherit that from its parent.
         status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
@@ -118,9 +130,11 @@ def spread(values: Sequence[float], sign: str = "") -> str:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> str:
-    """For a cell: the median of the ratios within each repeat, and the smallest and largest of them.
+    """For a cell: the median of the ratios within each repeat, and the
+    smallest and largest of them.
 
-    What was measured in the same repeat met the same load of a shared machine; the best of either may not have.
+    What was measured in the same repeat met the same load of a shared machine; the
+    best of either may not have.
     """
     if not over or not under:
         return "–"

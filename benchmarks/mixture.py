@@ -1,10 +1,12 @@
-"""Mixtures from 10,000 seeds: the batched fits against a loop over scikit-learn, in time and in what they find.
+"""Mixtures from 10,000 seeds: the batched fits against a loop over scikit-learn,
+in time and in what they find.
 
 python -m benchmarks.mixture [--fits 10000] [--loop 300] [--repeat 3]
 
-Both fit the same K×C class losses from the same seeds, on one thread, one after the other within each repeat. The loop
-is timed on its first fits and scaled to all. Every fit of the loop is compared with the batched one of its seed: the
-largest difference in weights, means, covariances and lower bound, and whether the same clients are flagged.
+Both fit the same K×C class losses from the same seeds, on one thread, one after the other within
+each repeat. The loop is timed on its first fits and scaled to all. Every fit of the loop is
+compared with the batched one of its seed: the largest difference in weights, means, covariances and
+lower bound, and whether the same clients are flagged.
 """
 
 from __future__ import annotations
@@ -28,31 +30,49 @@ from fednoro.detection.mixture_detector import min_max
 
 CLASSES = (8, 5)  # ISIC 2019 and ICH
 HEADER = (
-    "matrix", "covariance", "start", "loop, s", "batched, s", "as flagged sets, s", "loop / batched",
-    "loop / flagged sets", "largest difference", "same clients flagged", "sets found", "commonest set, batched / loop",
-)  # fmt: skip
+    "matrix",
+    "covariance",
+    "start",
+    "loop, s",
+    "batched, s",
+    "as flagged sets, s",
+    "loop / batched",
+    "loop / flagged sets",
+    "largest difference",
+    "same clients flagged",
+    "sets found",
+    "commonest set, batched / loop",
+)
 
 
 def class_losses(clients: int, classes: int, seed: int = 0) -> FloatArray:
     """Normalised losses of clients that overlap, so that seeds disagree about whom to flag."""
     rng = np.random.default_rng([seed, classes])
     noisy = np.arange(clients) < 0.4 * clients
-    losses = rng.gamma(4.0, 0.1, (clients, classes)) * np.where(noisy[:, None], rng.uniform(1, 2.5, classes), 1.0)
+    losses = rng.gamma(4.0, 0.1, (clients, classes)) * np.where(
+        noisy[:, None], rng.uniform(1, 2.5, classes), 1.0
+    )
     return min_max(losses)
 
 
-def loop(points: FloatArray, seeds: Sequence[int], covariance: Covariance, init: Init) -> list[tuple[Any, FloatArray]]:
+def loop(
+    points: FloatArray, seeds: Sequence[int], covariance: Covariance, init: Init
+) -> list[tuple[Any, FloatArray]]:
     """What one would write: a scikit-learn mixture and its labels for each seed."""
     fits = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         for seed in seeds:
-            mixture = GaussianMixture(2, covariance_type=covariance, init_params=init, random_state=seed)
+            mixture = GaussianMixture(
+                2, covariance_type=covariance, init_params=init, random_state=seed
+            )
             fits.append((mixture, mixture.fit_predict(points)))
     return fits
 
 
-def row(points: FloatArray, covariance: Covariance, init: Init, fits: int, looped: int, repeat: int) -> list[str]:
+def row(
+    points: FloatArray, covariance: Covariance, init: Init, fits: int, looped: int, repeat: int
+) -> list[str]:
     """Times and agreement for one matrix, covariance and kind of starting point."""
     spent: dict[str, list[float]] = {"loop": [], "batched": [], "flagged": []}
     for _ in range(repeat):
@@ -80,7 +100,9 @@ def row(points: FloatArray, covariance: Covariance, init: Init, fits: int, loope
     sets, which = np.unique(np.concatenate([flags, their_flags]), axis=0, return_inverse=True)
     which = which.reshape(-1)
     commonest = np.bincount(which[:fits]).argmax()
-    often = " / ".join(f"{100 * (part == commonest).mean():.1f} %" for part in (which[:fits], which[fits:]))
+    often = " / ".join(
+        f"{100 * (part == commonest).mean():.1f} %" for part in (which[:fits], which[fits:])
+    )
     return [
         f"{points.shape[0]}×{points.shape[1]}", covariance, init,
         *(best_and_median(times, 2) for times in spent.values()),
@@ -91,7 +113,9 @@ def row(points: FloatArray, covariance: Covariance, init: Init, fits: int, loope
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fits", type=int, default=10_000)
     parser.add_argument("--loop", type=int, default=300, help="fits that scikit-learn is timed on")
     parser.add_argument("--clients", type=int, default=20)
@@ -100,16 +124,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     looped = min(options.loop, options.fits)
     with threadpool_limits(1):
         rows = [
-            row(class_losses(options.clients, classes), covariance, init, options.fits, looped, options.repeat)
+            row(
+                class_losses(options.clients, classes),
+                covariance,
+                init,
+                options.fits,
+                looped,
+                options.repeat,
+            )
             for classes in CLASSES
             for covariance in get_args(Covariance)
             for init in get_args(Init)
         ]
-    print(f"{options.fits:,} fits; scikit-learn's loop timed on {looped} of them, times {options.fits / looped:g}.")
-    print("Batched: draws, starting points, every fit. As flagged sets: equal starting points are fitted once.")
-    print("Commonest set: how often seeds flag it, over all batched fits and over those of the loop.\n")
+    print(
+        f"{options.fits:,} fits; scikit-learn's loop timed on {looped} of them, "
+        f"times {options.fits / looped:g}."
+    )
+    print(
+        "Batched: draws, starting points, every fit. As flagged sets: equal "
+        "starting points are fitted once."
+    )
+    print(
+        "Commonest set: how often seeds flag it, over all batched "
+        "fits and over those of the loop.\n"
+    )
     print(markdown(HEADER, rows))
-    print(f"\n{describe(torch.device('cpu'))} All on one thread. Best (median) of {options.repeat}.")
+    print(
+        f"\n{describe(torch.device('cpu'))} All on one thread. Best (median) of {options.repeat}."
+    )
 
 
 if __name__ == "__main__":

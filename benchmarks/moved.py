@@ -176,7 +176,9 @@ class Comparison:
             self._compare_nodes(a, b, left, right)
         except Difference as difference:
             # Shows the whole expression, if it is short; an operator alone has no line.
-            lost = any(side is not None and not hasattr(side, "lineno") for side in difference.sides)
+            lost = any(
+                side is not None and not hasattr(side, "lineno") for side in difference.sides
+            )
             if lost or all(_is_short(node) for node in (a, b)):
                 raise Difference(a, b) from None
             raise
@@ -469,17 +471,21 @@ def report(comparison: Comparison, under: Path, with_locals: bool) -> tuple[list
     for title, rows in ((title, list(rows)) for title, rows in sections.items()):
         lines += [title, *rows, ""] if rows else []
     same, total = len(couples) - len(differing), len(couples) + len(new) + len(gone)
-    ending = f"; {len(entries) - len(open_)} of these are allowed" if len(open_) < len(entries) else ""
+    ending = (
+        f"; {len(entries) - len(open_)} of these are allowed" if len(open_) < len(entries) else ""
+    )
     lines.append(
-        f"{same} of {total} definitions are the same; {len(differing)} differ, "
-        f"{len(new)} are new, {len(gone)} are gone{ending}"
+        f"{same} of {total} definitions are the same; {len(differing)} differ, {len(new)} are "
+        f"new, {len(gone)} are gone{ending}"
     )
     return lines, not open_
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; 1 if a definition is not the same and is not allowed to be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("base", metavar="BASE", help="the revision to compare the files with")
     parser.add_argument("--under", type=Path, default=Path(PACKAGE), metavar="PATH")
     parser.add_argument("--allow", nargs="+", default=[], action="extend", metavar="NAME")

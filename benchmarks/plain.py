@@ -1,7 +1,8 @@
 """The plain loop of public federated simulators: what the engines are compared with.
 
-For each client a deep copy of the global model, a DataLoader whose workers make a PIL image and transform it, one image
-at a time, a new Adam, eager float32 with `loss.item()` in every step; then state dicts averaged key by key.
+For each client a deep copy of the global model, a DataLoader whose workers make a PIL image and
+transform it, one image at a time, a new Adam, eager float32 with `loss.item()` in every step; then
+state dicts averaged key by key.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def stock(net: nn.Module) -> nn.Module:
 class Pictures(TorchDataset[tuple[Tensor, int]]):
     """One client's images, decoded to PIL and transformed one at a time."""
 
-    def __init__(self, images: NDArray[np.uint8], client: Client, inputs: int, augment: Augment) -> None:
+    def __init__(
+        self, images: NDArray[np.uint8], client: Client, inputs: int, augment: Augment
+    ) -> None:
         self.images, self.index, self.labels = images, client.index, client.observed
         self.inputs, self.augment = inputs, augment
         grey = inputs == 1
@@ -63,7 +66,9 @@ class Pictures(TorchDataset[tuple[Tensor, int]]):
 
 
 def random_affine(picture: Image.Image, augment: Augment) -> Image.Image:
-    """Rotated about the centre and shifted, nearest neighbour: the usual transform's default, and its fastest."""
+    """Rotated about the centre and shifted, nearest neighbour: the usual
+    transform's default, and its fastest.
+    """
     width, height = picture.size
     angle = math.radians(random.uniform(-augment.rotate, augment.rotate))
     x, y = width / 2, height / 2
@@ -72,10 +77,14 @@ def random_affine(picture: Image.Image, augment: Augment) -> Image.Image:
     cos, sin = math.cos(angle), math.sin(angle)
     # Pillow asks where each pixel of the result comes from.
     inverse = (cos, sin, x - cos * to_x - sin * to_y, -sin, cos, y + sin * to_x - cos * to_y)
-    return picture.transform(picture.size, Image.Transform.AFFINE, inverse, Image.Resampling.NEAREST)
+    return picture.transform(
+        picture.size, Image.Transform.AFFINE, inverse, Image.Resampling.NEAREST
+    )
 
 
-def train(net: nn.Module, loader: DataLoader[tuple[Tensor, int]], options: Training, device: torch.device) -> float:
+def train(
+    net: nn.Module, loader: DataLoader[tuple[Tensor, int]], options: Training, device: torch.device
+) -> float:
     """Local epochs with a new Adam; the mean loss."""
     optimizer = torch.optim.Adam(net.parameters(), lr=options.lr, weight_decay=options.weight_decay)
     net.train()
@@ -97,7 +106,10 @@ def average(states: Sequence[dict[str, Tensor]], sizes: Sequence[int]) -> dict[s
     total, mean = sum(sizes), copy.deepcopy(states[0])
     for key, value in mean.items():
         if value.is_floating_point():
-            mean[key] = sum((state[key] * (n / total) for state, n in zip(states, sizes, strict=True)), 0 * value)
+            mean[key] = sum(
+                (state[key] * (n / total) for state, n in zip(states, sizes, strict=True)),
+                0 * value,
+            )
     return mean
 
 

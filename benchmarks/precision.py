@@ -1,6 +1,7 @@
 """Whole runs in one precision against another, on the same seeds: how far apart their results are.
 
-python -m benchmarks.precision [PRESET] [--first 0] [--seeds 3] [--precisions fp32 bf16] [key=value …]
+python -m benchmarks.precision [PRESET] [--first 0] [--seeds 3]
+[--precisions fp32 bf16] [key=value …]
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from fednoro.engine.choose import choose_device
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints each run as it ends, then a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("preset", nargs="?", default="ham10000")
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--seeds", type=int, default=3)
@@ -30,12 +33,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             pair = []
             for number, precision in enumerate(options.precisions):
                 began = time.perf_counter()
-                given = [f"seed={seed}", f"precision={precision}", f"out={out}", f"name={seed}-{number}"]
+                given = [
+                    f"seed={seed}",
+                    f"precision={precision}",
+                    f"out={out}",
+                    f"name={seed}-{number}",
+                ]
                 run = fednoro.run(options.preset, *options.overrides, *given)
                 wall = time.perf_counter() - began
-                flagged = "–" if run.detection is None else " ".join(map(str, run.detection["flagged"]))
+                flagged = (
+                    "–" if run.detection is None else " ".join(map(str, run.detection["flagged"]))
+                )
                 rows.append(
-                    [str(seed), precision, f"{100 * run.best:.2f}", f"{100 * run.last:.2f}", flagged, f"{wall:.1f}"]
+                    [
+                        str(seed),
+                        precision,
+                        f"{100 * run.best:.2f}",
+                        f"{100 * run.last:.2f}",
+                        flagged,
+                        f"{wall:.1f}",
+                    ]
                 )
                 print(*rows[-1], sep=" | ", flush=True)
                 pair.append(run)

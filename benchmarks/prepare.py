@@ -1,9 +1,11 @@
-"""Preparing images against a plain loop with Pillow or pydicom over the same files: what docs/data.md shows.
+"""Preparing images against a plain loop with Pillow or pydicom over the same
+files: what docs/data.md shows.
 
 python -m benchmarks.prepare [--images 1000] [--size 224] [--repeats 3]
 
-Photographs are 1024×768 JPEGs and slices 512×512 DICOM files, both generated; HAM10000 is measured where its zip is
-found by FEDNORO_DATA or in ../shared/data. Each figure comes from a process of its own. Linux only.
+Photographs are 1024×768 JPEGs and slices 512×512 DICOM files, both generated; HAM10000 is
+measured where its zip is found by FEDNORO_DATA or in ../shared/data. Each figure comes from a
+process of its own. Linux only.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from fednoro.data.cache.image_file import decode_image
 from fednoro.data.cache.preparation import Plan, Recipe, Record, prepare
 
 Decode = Callable[..., NDArray[np.uint8]]
-Figures = tuple[float, float, float]  # images per second, MB on top of those at the start, MB of all workers
+# images per second, MB on top of those at the start, MB of all workers
+Figures = tuple[float, float, float]
 
 
 def photographs(folder: Path, count: int) -> None:
@@ -40,7 +43,9 @@ def photographs(folder: Path, count: int) -> None:
         coarse = Image.fromarray(rng.integers(0, 255, (24, 32, 3), dtype=np.uint8))
         fine = rng.normal(0, 6, (768, 1024, 1))
         pixels = np.asarray(coarse.resize((1024, 768), Image.Resampling.BICUBIC)) + fine
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(folder / f"{i:06}.jpg", quality=85)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(
+            folder / f"{i:06}.jpg", quality=85
+        )
 
 
 def slices(folder: Path, count: int) -> None:
@@ -56,16 +61,28 @@ def slices(folder: Path, count: int) -> None:
         header.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
         header.SOPClassUID, header.SOPInstanceUID = CTImageStorage, generate_uid()
         header.Rows = header.Columns = 512
-        header.BitsAllocated, header.BitsStored, header.HighBit, header.PixelRepresentation = 16, 16, 15, 1
+        header.BitsAllocated, header.BitsStored, header.HighBit, header.PixelRepresentation = (
+            16,
+            16,
+            15,
+            1,
+        )
         header.SamplesPerPixel, header.PhotometricInterpretation = 1, "MONOCHROME2"
-        header.RescaleIntercept, header.RescaleSlope, header.WindowCenter, header.WindowWidth = -1024, 1, 40, 80
+        header.RescaleIntercept, header.RescaleSlope, header.WindowCenter, header.WindowWidth = (
+            -1024,
+            1,
+            40,
+            80,
+        )
         header.PixelData = rng.integers(900, 1200, (512, 512), dtype=np.int16).tobytes()
         header.save_as(folder / f"{i:06}.dcm", enforce_file_format=True)
 
 
 def plain_pillow(data: bytes, size: int) -> NDArray[np.uint8]:
     """What a script does with a photograph."""
-    return np.asarray(Image.open(BytesIO(data)).convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+    return np.asarray(
+        Image.open(BytesIO(data)).convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
+    )
 
 
 def plain_pydicom(data: bytes, size: int) -> NDArray[np.uint8]:
@@ -73,8 +90,13 @@ def plain_pydicom(data: bytes, size: int) -> NDArray[np.uint8]:
     from pydicom import dcmread
 
     header = dcmread(BytesIO(data))
-    values = header.pixel_array.astype(np.float32) * float(header.RescaleSlope) + float(header.RescaleIntercept)
-    low, width = float(header.WindowCenter) - float(header.WindowWidth) / 2, float(header.WindowWidth)
+    values = header.pixel_array.astype(np.float32) * float(header.RescaleSlope) + float(
+        header.RescaleIntercept
+    )
+    low, width = (
+        float(header.WindowCenter) - float(header.WindowWidth) / 2,
+        float(header.WindowWidth),
+    )
     grey = np.clip((values - low) / width * 255, 0, 255).astype(np.uint8)
     return np.asarray(Image.fromarray(grey).resize((size, size), Image.Resampling.BILINEAR))
 
@@ -95,7 +117,9 @@ class _Source:
         self.plan = lambda progress=None: plan
 
 
-def prepared(path: Path, count: int, decode: Decode, shape: tuple[int, int, int], processes: bool) -> Figures:
+def prepared(
+    path: Path, count: int, decode: Decode, shape: tuple[int, int, int], processes: bool
+) -> Figures:
     """By the cache, checksums and manifest included."""
     tree = open_tree(path)
     records = tuple(Record(name, str(i % 2), name) for i, name in enumerate(tree.names[:count]))
@@ -103,8 +127,13 @@ def prepared(path: Path, count: int, decode: Decode, shape: tuple[int, int, int]
     before = _start()
     with tempfile.TemporaryDirectory() as home:
         made = prepare(_Source(Plan(recipe, decode)), home=home)
-    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024  # 0 where threads were enough
-    return len(records) / made.seconds, _memory("VmHWM") - before, len(os.sched_getaffinity(0)) * largest
+    # 0 where threads were enough
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    return (
+        len(records) / made.seconds,
+        _memory("VmHWM") - before,
+        len(os.sched_getaffinity(0)) * largest,
+    )
 
 
 def _start() -> float:
@@ -113,7 +142,9 @@ def _start() -> float:
 
 
 def _memory(what: str) -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -125,7 +156,9 @@ def apart(function: Callable[..., Figures], *arguments: object) -> Figures:
 
 def main() -> None:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--repeats", type=int, default=3)
@@ -143,19 +176,34 @@ def main() -> None:
             ("512×512 DICOM", dicom, plain_pydicom, decode_dicom, 1, True),
         ]
         if ham.is_file():
-            cases.insert(1, ("HAM10000, 112×112 JPEG in a zip", ham, plain_pillow, decode_image, 3, False))
-        print(f"{count} images to {size} px, {len(os.sched_getaffinity(0))} cores; images/s (peak memory in MB)\n")
+            cases.insert(
+                1, ("HAM10000, 112×112 JPEG in a zip", ham, plain_pillow, decode_image, 3, False)
+            )
+        print(
+            f"{count} images to {size} px, {len(os.sched_getaffinity(0))} cores; "
+            "images/s (peak memory in MB)\n"
+        )
         print("| files | plain loop | prepare | ratio |\n|---|---|---|---|")
         for name, path, plain, ours, channels, processes in cases:
             work = partial(ours, size=size), (size, size, channels), processes
-            # The best of several, taken in turns: whatever else a machine does can only slow them down.
+            # The best of several, taken in turns: whatever else a machine
+            # does can only slow them down.
             pairs = [
-                (apart(loop, path, count, partial(plain, size=size)), apart(prepared, path, count, *work))
+                (
+                    apart(loop, path, count, partial(plain, size=size)),
+                    apart(prepared, path, count, *work),
+                )
                 for _ in range(options.repeats)
             ]
-            (slow, slow_memory, _), (fast, memory, workers) = (max(figures) for figures in zip(*pairs, strict=True))
+            (slow, slow_memory, _), (fast, memory, workers) = (
+                max(figures) for figures in zip(*pairs, strict=True)
+            )
             kind = f"{memory:.0f} + {workers:.0f} in processes" if workers else f"{memory:.0f}"
-            print(f"| {name} | {slow:.0f} ({slow_memory:.0f}) | {fast:.0f} ({kind}) | {fast / slow:.2f} |", flush=True)
+            print(
+                f"| {name} | {slow:.0f} ({slow_memory:.0f}) | {fast:.0f} "
+                f"({kind}) | {fast / slow:.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What withholding and noise do to detection: one warm-up per seed, scored again under every protection.
+"""What withholding and noise do to detection: one warm-up per seed, scored
+again under every protection.
 
-python -m benchmarks.privacy [key=value …] [--seeds 10] [--first 10] [--draws 20] [--epsilons 10 3 1] [--min-counts 0 3]
+python -m benchmarks.privacy [key=value …] [--seeds 10] [--first 10] [--draws 20]
+[--epsilons 10 3 1] [--min-counts 0 3]
 
-The warm-up is FedLA for as many rounds as FedNoRo's, which is the same training to the bit. The alternative in the
-same table is ε = ∞ with nothing withheld: what FedNoRo sees by default.
+The warm-up is FedLA for as many rounds as FedNoRo's, which is the same training to the bit. The
+alternative in the same table is ε = ∞ with nothing withheld: what FedNoRo sees by default.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def warm_up(job: tuple[str, int, Sequence[str], str]) -> Warm:
     inputs = config.model.inputs(dataset.images.shape[3])
     net = initialise(config.model, inputs, len(dataset.classes), seed)
     net.load_state_dict(load_file(run.folder / "model.safetensors"))
-    engine = Hardware(torch.device("cpu"), "eager").engine(lambda: net, dataset, inputs, config.train, seed)
+    engine = Hardware(torch.device("cpu"), "eager").engine(
+        lambda: net, dataset, inputs, config.train, seed
+    )
     weights = Packed(net).weights()
     assert federation.noisy is not None, "detection is measured where the truth is known"
     return Warm(
@@ -74,11 +78,17 @@ def warm_up(job: tuple[str, int, Sequence[str], str]) -> Warm:
         [engine.logits(weights, index) for index in federation.parts],
         [federation.observed[index] for index in federation.parts],
         federation.noisy,
-        {"behaviour": judged.method.behaviour, "covariance": judged.method.covariance, "seed": seed},
+        {
+            "behaviour": judged.method.behaviour,
+            "covariance": judged.method.covariance,
+            "seed": seed,
+        },
     )
 
 
-def scores(warm: Warm, epsilon: float | None, min_count: int, draw: int) -> tuple[FloatArray, FloatArray]:
+def scores(
+    warm: Warm, epsilon: float | None, min_count: int, draw: int
+) -> tuple[FloatArray, FloatArray]:
     """The table that the server would see, K×C losses and counts."""
     rows = []
     for k, (logits, labels) in enumerate(zip(warm.logits, warm.labels, strict=True)):
@@ -93,8 +103,12 @@ def scores(warm: Warm, epsilon: float | None, min_count: int, draw: int) -> tupl
     return np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
 
 
-def judge(warm: Warm, epsilon: float | None, min_count: int, draw: int) -> tuple[float, float, bool, float]:
-    """Recall, precision, whether the flagged set is exact, and the share of held classes that were withheld."""
+def judge(
+    warm: Warm, epsilon: float | None, min_count: int, draw: int
+) -> tuple[float, float, bool, float]:
+    """Recall, precision, whether the flagged set is exact, and the share of
+    held classes that were withheld.
+    """
     losses, counts = scores(warm, epsilon, min_count, draw)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FedNoRoWarning)
@@ -105,10 +119,14 @@ def judge(warm: Warm, epsilon: float | None, min_count: int, draw: int) -> tuple
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="digits")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first", type=int, default=10, help="first seed; the bound B was chosen on seeds 0 to 5")
+    parser.add_argument(
+        "--first", type=int, default=10, help="first seed; the bound B was chosen on seeds 0 to 5"
+    )
     parser.add_argument("--draws", type=int, default=20, help="noise draws per seed")
     parser.add_argument("--epsilons", type=float, nargs="*", default=[10, 3, 1, 0.3])
     parser.add_argument("--min-counts", type=int, nargs="+", default=[0, 3, 5, 10])
@@ -119,22 +137,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
             (options.preset, seed, options.overrides, out)
             for seed in range(options.first, options.first + options.seeds)
         ]
-        with ProcessPoolExecutor(os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            warm = list(track(pool.map(warm_up, jobs), "warming up", len(jobs), console=Console(stderr=True)))
+        with ProcessPoolExecutor(
+            os.cpu_count(), initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            warm = list(
+                track(
+                    pool.map(warm_up, jobs), "warming up", len(jobs), console=Console(stderr=True)
+                )
+            )
     sizes = [len(labels) / len(np.unique(labels)) for w in warm for labels in w.labels]
     what = " ".join([options.preset, *options.overrides])
     print(
         f"{what}, seeds {warm[0].seed} to {warm[-1].seed}, {options.draws} draws of noise each, "
         f"{statistics.median(sizes):.1f} images per class and client (median)\n"
     )
-    print("| ε | min_count | classes withheld | recall | precision | flagged set exact |\n|---|---|---|---|---|---|")
+    print(
+        "| ε | min_count | classes withheld | recall | precision | flagged set "
+        "exact |\n|---|---|---|---|---|---|"
+    )
     for epsilon in (None, *options.epsilons):
         for min_count in options.min_counts:
             draws = range(options.draws if epsilon is not None else 1)
-            found = np.array([judge(w, epsilon, min_count, draw) for w in warm for draw in draws], dtype=np.float64)
+            found = np.array(
+                [judge(w, epsilon, min_count, draw) for w in warm for draw in draws],
+                dtype=np.float64,
+            )
             recall, precision, exact, withheld = np.nanmean(found, axis=0)
             shown = "∞" if epsilon is None else f"{epsilon:g}"
-            shares = f"{100 * withheld:.0f} % | {recall:.2f} | {precision:.2f} | {100 * exact:.0f} %"
+            shares = (
+                f"{100 * withheld:.0f} % | {recall:.2f} | {precision:.2f} | {100 * exact:.0f} %"
+            )
             print(f"| {shown} | {min_count} | {shares} |")
 
 

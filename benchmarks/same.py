@@ -62,10 +62,15 @@ def perform(job: Job, side: Side) -> Place:
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
     """When each file was last written, and its size."""
     stats = {path: path.stat() for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {path.relative_to(folder).as_posix(): (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
+    return {
+        path.relative_to(folder).as_posix(): (stat.st_mtime_ns, stat.st_size)
+        for path, stat in stats.items()
+    }
 
 
-def check(job: Job, places: Sequence[Place], comparison: Comparison) -> tuple[int, list[Difference]]:
+def check(
+    job: Job, places: Sequence[Place], comparison: Comparison
+) -> tuple[int, list[Difference]]:
     """The number of files that a job wrote, and how they differ."""
     base, tree = places
     files = sorted({*stamps(base.folder), *stamps(tree.folder)} - (base.untouched & tree.untouched))
@@ -79,7 +84,9 @@ def check(job: Job, places: Sequence[Place], comparison: Comparison) -> tuple[in
     return len(files), differences
 
 
-def check_all(jobs: Sequence[Job], sides: Sequence[Side], comparison: Comparison) -> tuple[int, int]:
+def check_all(
+    jobs: Sequence[Job], sides: Sequence[Side], comparison: Comparison
+) -> tuple[int, int]:
     """Runs every job on both sides and prints what differs; counts files and differences."""
     files = differences = 0
     with ThreadPoolExecutor(len(sides)) as pool:
@@ -146,8 +153,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what differs; the exit code is 1 if anything does."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("base", help="git revision to compare the working tree with")
-    parser.add_argument("--only", nargs="+", default=[], metavar="JOB", help="these jobs, and what they need")
-    parser.add_argument("--without", nargs="+", default=[], metavar="JOB", help="not these, such as flower")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="JOB", help="these jobs, and what they need"
+    )
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="JOB", help="not these, such as flower"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep both sides' files here")
     options = parser.parse_args(arguments)
     began = time.perf_counter()

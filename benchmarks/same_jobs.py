@@ -52,7 +52,9 @@ class Side:
     def methods(self) -> list[str]:
         """The registered methods; ends the program if Python imports another version."""
         arguments = [sys.executable, "-c", FACTS]
-        done = subprocess.run(arguments, cwd=self.folder, env=self.environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            arguments, cwd=self.folder, env=self.environment(), capture_output=True, text=True
+        )
         if done.returncode:
             raise SystemExit(f"{self.name}: fednoro cannot be imported:\n{done.stderr}")
         file, *methods = done.stdout.splitlines()
@@ -140,7 +142,9 @@ def stop_and_resume(place: Place) -> None:
     checkpoints, nowhere = place.folder / RUN / "checkpoints", subprocess.DEVNULL
     for _ in range(TRIES):
         shutil.rmtree(place.folder / "runs", ignore_errors=True)
-        process = subprocess.Popen(arguments, cwd=place.folder, env=env, stdout=nowhere, stderr=nowhere)
+        process = subprocess.Popen(
+            arguments, cwd=place.folder, env=env, stdout=nowhere, stderr=nowhere
+        )
         while process.poll() is None and not list(checkpoints.glob("*.safetensors")):
             time.sleep(0.002)
         process.kill()
@@ -203,6 +207,8 @@ def all_jobs(methods: Sequence[str]) -> list[Job]:
         Job("flower-init", commands("flower init app digits method=fednoro seed=3")),
         Job(
             "flower",
-            commands("flower simulate digits --sites 4 method=fednoro train.rounds=6 method.warmup=2"),
+            commands(
+                "flower simulate digits --sites 4 method=fednoro train.rounds=6 method.warmup=2"
+            ),
         ),
     ]

@@ -1,10 +1,11 @@
 """Seconds and peak memory per round for more and more clients that share the same data.
 
-python -m benchmarks.scale [--network resnet18] [--clients 20 50 100 200] [--method fedavg fednoro] [--size 32] …
-python -m benchmarks.scale --network cnn --clients 20 100 1000
+python -m benchmarks.scale [--network resnet18] [--clients 20 50 100 200] [--method fedavg fednoro]
+[--size 32] … python -m benchmarks.scale --network cnn --clients 20 100 1000
 
-FedNoRo's round is one of its second stage with every other client flagged: those distil, all models are held at once,
-and the server weighs them by their distances. Each row comes from a fresh process, so that its peak is its own.
+FedNoRo's round is one of its second stage with every other client flagged: those distil, all models
+are held at once, and the server weighs them by their distances. Each row comes from a fresh
+process, so that its peak is its own.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def measure(row: Row) -> Figures:
     state = work.judged(device) if isinstance(method, FedNoRo) else work.start(device)
     torch.set_num_threads(work.threads())
     play_round(engine, method, state)
-    taken = tuple(seconds(lambda: play_round(engine, method, state), device) for _ in range(row.repeat))
+    taken = tuple(
+        seconds(lambda: play_round(engine, method, state), device) for _ in range(row.repeat)
+    )
     gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return Figures(engine.describe(), work.steps, taken, before, peak_memory(), gpu)
 
@@ -92,12 +95,28 @@ def cells(row: Row, found: Figures, first: Figures) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a Markdown table per network, row by row as they are measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add: Any = parser.add_argument
-    add("--network", nargs="+", choices=sorted(MODELS), help="default: both on a CPU, resnet18 on a GPU")
-    add("--clients", nargs="+", type=int, help="default: 20 50 100 200 on a GPU, else 20 50, and 20 100 1000 for cnn")
+    add(
+        "--network",
+        nargs="+",
+        choices=sorted(MODELS),
+        help="default: both on a CPU, resnet18 on a GPU",
+    )
+    add(
+        "--clients",
+        nargs="+",
+        type=int,
+        help="default: 20 50 100 200 on a GPU, else 20 50, and 20 100 1000 for cnn",
+    )
     add("--size", type=int, help="pixels; default: 64 on a GPU, else 32, and 28 for cnn")
-    add("--images", type=int, help="of all clients; default: 8000 on a GPU, else 1000, and 20000 for cnn")
+    add(
+        "--images",
+        type=int,
+        help="of all clients; default: 8000 on a GPU, else 1000, and 20000 for cnn",
+    )
     add("--method", nargs="+", choices=sorted(METHODS), default=["fedavg", "fednoro"])
     add("--device", default="auto")
     add("--precision", choices=get_args(Precision), default="fp32")
@@ -105,31 +124,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = choose_device(options.device)
     gpu = device.type == "cuda"
-    header = ["method", "clients", "steps", "s per round", "spread", "ms per step", "round / first", "step / first"]
+    header = [
+        "method",
+        "clients",
+        "steps",
+        "s per round",
+        "spread",
+        "ms per step",
+        "round / first",
+        "step / first",
+    ]
     header += ["peak MB", "of it for the round, MB", *(["GPU MB"] if gpu else [])]
     for network in options.network or (["resnet18"] if gpu else ["resnet18", "cnn"]):
         small = network == "cnn"
         size = options.size or (28 if small else 64 if gpu else 32)
         images = options.images or (20000 if small else 8000 if gpu else 1000)
-        counts = options.clients or ([20, 100, 1000] if small else [20, 50, 100, 200] if gpu else [20, 50])
+        counts = options.clients or (
+            [20, 100, 1000] if small else [20, 50, 100, 200] if gpu else [20, 50]
+        )
         print(
-            f"\n{network}, {size} px, about {images:,} images in all, batch {BATCH}, {options.precision}, augmentation "
-            f"on: whole rounds, median and spread of {options.repeat}\n"
+            f"\n{network}, {size} px, about {images:,} images in all, batch "
+            f"{BATCH}, {options.precision}, augmentation on: whole rounds, median "
+            f"and spread of {options.repeat}\n"
         )
         print(markdown(header, []), flush=True)
         engines: dict[str, None] = {}
         for method in options.method:
             first: Figures | None = None
             for clients in counts:
-                row = Row(network, method, clients, size, images, options.device, options.precision, options.repeat)
+                row = Row(
+                    network,
+                    method,
+                    clients,
+                    size,
+                    images,
+                    options.device,
+                    options.precision,
+                    options.repeat,
+                )
                 with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
                     found = fresh.submit(measure, row).result()
                 first = first or found
                 engines[found.engine] = None
                 print(f"| {' | '.join(cells(row, found, first))} |", flush=True)
         print(
-            f"\nEngine: {'; '.join(engines)}. Steps grow with the clients because each client's last batch is smaller; "
-            f"FedNoRo's round is one of stage 2 with every other client flagged."
+            f"\nEngine: {'; '.join(engines)}. Steps grow with the clients because "
+            "each client's last batch is smaller; FedNoRo's round is one of stage 2 "
+            "with every other client flagged."
         )
     print(f"\n{describe(device)}")
 

@@ -2,8 +2,9 @@
 
 python -m benchmarks.stages [PRESET] [key=value …]
 
-The run is a real one (`fednoro.run`) with a clock at the doors of its parts. Each moment belongs to the innermost part
-that is open, and a GPU is waited for at every door. On a CPU, clients go on training in other threads while the server
+The run is a real one (`fednoro.run`) with a clock at the doors of its parts. Each moment belongs to
+the innermost part that is open, and a GPU is waited for at every door. On a CPU, clients go on
+training in other threads while the server
 aggregates: what shows as aggregation is the time that the server itself was busy with it.
 """
 
@@ -63,7 +64,9 @@ class Stopwatch:
         self.seconds[self._open[-1]] += now - self._since
         self._since = now
 
-    def inside(self, name: str | Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(
+        self, name: str | Callable[..., str], function: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """`function` with its time under `name`, or under what `name` says about its arguments."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +76,9 @@ class Stopwatch:
         return timed
 
     def between(self, name: Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for a generator: only the time until its next value counts, not what is done with that value."""
+        """The same for a generator: only the time until its next value counts, not
+        what is done with that value.
+        """
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             values, part, end = function(*args, **kwargs), name(*args), object()
@@ -96,7 +101,9 @@ def training(method: Any, tasks: Any) -> str:
 
 
 def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float, str]:
-    """Plays a run: the time of its parts, its wall time, and the line that names engine and machine."""
+    """Plays a run: the time of its parts, its wall time, and the line
+    that names engine and machine.
+    """
     began = time.perf_counter()
     watch, told = Stopwatch(), list[str]()
     with watch.part("start-up"):
@@ -116,7 +123,9 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
         def started(self, *args: Any) -> None:
             told.append(str(args[-1]))
 
-    def watched_play(method: Any, state: Any, exchange: Any, clients: Any, evaluate: Any, *rest: Any) -> Any:
+    def watched_play(
+        method: Any, state: Any, exchange: Any, clients: Any, evaluate: Any, *rest: Any
+    ) -> Any:
         timed = watch.between(training, exchange)
         return play(method, state, timed, clients, watch.inside("evaluation", evaluate), *rest)
 
@@ -159,7 +168,9 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("preset", nargs="?", default="digits")
     parser.add_argument("overrides", nargs="*", help="key=value")
     options = parser.parse_args(arguments)
@@ -171,7 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from benchmarks.machine import markdown
 
     total = sum(watch.seconds.values())
-    rows = [[part, PARTS[part], f"{spent:.2f}", f"{100 * spent / wall:.1f} %"] for part, spent in watch.seconds.items()]
+    rows = [
+        [part, PARTS[part], f"{spent:.2f}", f"{100 * spent / wall:.1f} %"]
+        for part, spent in watch.seconds.items()
+    ]
     rows.append(["sum", "", f"{total:.2f}", f"{100 * total / wall:.1f} %"])
     print(f"{' '.join([preset, *overrides])}: {wall:.2f} s\n")
     print(markdown(["part", "what", "seconds", "share"], rows))

@@ -1,4 +1,6 @@
-"""Runs the notebooks, each in a new kernel and an empty folder, and keeps their outputs: `make notebooks`."""
+"""Runs the notebooks, each in a new kernel and an empty folder, and keeps
+their outputs: `make notebooks`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LONGEST = 300  # seconds for one cell
 
 
 def executed(path: Path, where: Path) -> NotebookNode:
-    """The notebook with the outputs of a run in `where`; the first cell that raises ends it with an error."""
+    """The notebook with the outputs of a run in `where`; the first cell that
+    raises ends it with an error.
+    """
     book = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(where)}}
     with tempfile.TemporaryDirectory() as sockets:
@@ -25,7 +29,9 @@ def executed(path: Path, where: Path) -> NotebookNode:
         config = Config({"KernelManager": ipc})
         options = {"timeout": LONGEST, "kernel_name": "python3", "record_timing": False}
         NotebookClient(book, config=config, resources=place, **options).execute()
-    book.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    book.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}
+    }
     return book
 
 

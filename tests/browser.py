@@ -1,4 +1,6 @@
-"""A headless Chromium, driven over its DevTools protocol: what a page logs, fetches, shows and looks like."""
+"""A headless Chromium, driven over its DevTools protocol: what a page logs,
+fetches, shows and looks like.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,18 @@ class Page:
         self.requests: list[str] = []
         self._loaded = False
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         self._last += 1
         message = {"id": self._last, "method": method, "params": params}
-        self._connection.send(json.dumps(message | ({"sessionId": self._session} if self._session else {})))
+        self._connection.send(
+            json.dumps(message | ({"sessionId": self._session} if self._session else {}))
+        )
         while True:
             answer = json.loads(self._connection.recv(timeout=PATIENCE))
             if answer.get("id") == self._last:
@@ -73,27 +79,40 @@ class Page:
     def see(self, width: int, height: int = 900, dark: bool = False, media: str = "") -> None:
         """The size of the window, and what the system prefers."""
         self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", media=media, features=[feature])
 
     def run(self, code: str) -> Any:
         """What an expression gives; promises are waited for."""
-        answer = self.send("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        answer = self.send(
+            "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def settle(self) -> None:
         """Waits until what was asked for is on the screen."""
-        self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+        self.run(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
+        )
 
     def hover(self, selector: str) -> None:
         """Moves the pointer to the middle of the first element that is shown."""
-        found = f"[...document.querySelectorAll({json.dumps(selector)})].find(e => e.getBoundingClientRect().width)"
+        found = (
+            f"[...document.querySelectorAll({json.dumps(selector)})].find(e => "
+            "e.getBoundingClientRect().width)"
+        )
         self.run(f"{found}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         self.settle()
-        box = self.run(f"(b => [b.x + b.width / 2, b.y + b.height / 2])({found}.getBoundingClientRect())")
+        box = self.run(
+            f"(b => [b.x + b.width / 2, b.y + b.height / 2])({found}.getBoundingClientRect())"
+        )
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
         self.settle()
 
@@ -103,10 +122,14 @@ class Page:
         self.settle()
 
     def screenshot(self, whole: bool = False) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"])
+        return base64.b64decode(
+            self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
+        )
 
     def pdf(self) -> bytes:
-        return base64.b64decode(self.send("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"])
+        return base64.b64decode(
+            self.send("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"]
+        )
 
 
 @contextmanager
@@ -117,15 +140,33 @@ def browser() -> Iterator[Page]:
     program = chromium()
     assert program is not None
     with TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-        options += ["--hide-scrollbars", "--disable-background-networking", "--disable-component-update"]
-        options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}", "--remote-debugging-port=0"]
-        started = subprocess.Popen([program, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+        ]
+        options += [
+            "--hide-scrollbars",
+            "--disable-background-networking",
+            "--disable-component-update",
+        ]
+        options += [
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={profile}",
+            "--remote-debugging-port=0",
+        ]
+        started = subprocess.Popen(
+            [program, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
         try:
             assert started.stderr is not None
             said = (re.search(r"ws://\S+", line) for line in started.stderr)
             address = next(match.group() for match in said if match)
-            with connect(address, max_size=None, compression=None, open_timeout=PATIENCE, proxy=None) as connection:
+            with connect(
+                address, max_size=None, compression=None, open_timeout=PATIENCE, proxy=None
+            ) as connection:
                 yield Page(connection)
         finally:
             started.terminate()

@@ -1,4 +1,6 @@
-"""What all tests share. It also puts this folder on the path, so that they can import `federations`."""
+"""What all tests share. It also puts this folder on the path, so that
+they can import `federations`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and so would all that they start.
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so
+# would all that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -24,7 +27,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def small_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stacks with room for some hundred images on a CPU, and not for a GiB of them; tolerances of `stacks.thin`."""
+    """Stacks with room for some hundred images on a CPU, and not for a GiB of them;
+    tolerances of `stacks.thin`.
+    """
     from exchanges import TOLERANCES
     from stacks import CLOSE
 

@@ -22,7 +22,9 @@ from fednoro.methods import FedNoRoPlus, Method
 from fednoro.models import Packed
 
 CPU = torch.device("cpu")
-TRAINING = Training(rounds=ROUNDS, batch=4, lr=1e-3, augment=Augment(rotate=15, translate=0.1, flip=True))
+TRAINING = Training(
+    rounds=ROUNDS, batch=4, lr=1e-3, augment=Augment(rotate=15, translate=0.1, flip=True)
+)
 SEED = 3
 
 
@@ -34,7 +36,9 @@ class Lab:
     side: int
 
     def given(self, device: torch.device = CPU) -> tuple[Any, ...]:
-        """What every engine is made of; the clients are new: none remembers what it did on another engine."""
+        """What every engine is made of; the clients are new: none remembers
+        what it did on another engine.
+        """
         data, clients = federation(MIXED, self.side)
         return self.network, data, 3, TRAINING, SEED, device, clients
 
@@ -57,7 +61,8 @@ class Exchange:
 
 
 def on_eager(method: Method, device: torch.device = CPU, lab: Lab = SMALL) -> list[Exchange]:
-    """The first and the last exchange of every kind that a whole run has, in order; the same ones for the same asker.
+    """The first and the last exchange of every kind that a whole run has, in order; the
+    same ones for the same asker.
 
     A run of FedNoRo+ that finds nobody noisy here is followed by one that is told.
     """
@@ -72,7 +77,10 @@ def _on_eager(method: Method, device: torch.device, lab: Lab) -> list[Exchange]:
     by_kind: dict[frozenset[tuple[str, ...]], list[int]] = {}
     for number, one in enumerate(seen):
         by_kind.setdefault(frozenset(one.kinds), []).append(number)
-    return [seen[i] for i in sorted({i for numbers in by_kind.values() for i in (numbers[0], numbers[-1])})]
+    return [
+        seen[i]
+        for i in sorted({i for numbers in by_kind.values() for i in (numbers[0], numbers[-1])})
+    ]
 
 
 def _played(method: Method, device: torch.device, lab: Lab) -> list[Exchange]:
@@ -91,12 +99,20 @@ def _played(method: Method, device: torch.device, lab: Lab) -> list[Exchange]:
     return seen
 
 
-def again(engine: EagerEngine, method: Method, exchange: Exchange, changed: Any = None) -> Sequence[Reply]:
-    """What this engine answers to the same tasks, or to changed ones, from what the clients remembered then."""
+def again(
+    engine: EagerEngine, method: Method, exchange: Exchange, changed: Any = None
+) -> Sequence[Reply]:
+    """What this engine answers to the same tasks, or to changed ones, from what
+    the clients remembered then.
+    """
     for k, memory in exchange.memories.items():
         engine.clients[k].memory.clear()
         engine.clients[k].memory.update(memory)
-    return answers(engine, method, {k: changed(task) if changed else task for k, task in exchange.tasks.items()})
+    return answers(
+        engine,
+        method,
+        {k: changed(task) if changed else task for k, task in exchange.tasks.items()},
+    )
 
 
 def answers(engine: EagerEngine, method: Method, tasks: Mapping[int, Task]) -> Sequence[Reply]:
@@ -110,12 +126,17 @@ def answers(engine: EagerEngine, method: Method, tasks: Mapping[int, Task]) -> S
 def pairs(
     engine: EagerEngine, method: Method, device: torch.device = CPU, lab: Lab = SMALL
 ) -> list[tuple[Task, Reply, Reply]]:
-    """For every task of those exchanges: what the eager engine answered, and what this one does from the same state."""
+    """For every task of those exchanges: what the eager engine answered, and what this
+    one does from the same state.
+    """
     found = []
     for exchange in on_eager(method, device, lab):
         replies = again(engine, method, exchange)
         assert [reply.client for reply in replies] == [reply.client for reply in exchange.replies]
-        found += [(exchange.tasks[r.client], r, other) for r, other in zip(exchange.replies, replies, strict=True)]
+        found += [
+            (exchange.tasks[r.client], r, other)
+            for r, other in zip(exchange.replies, replies, strict=True)
+        ]
     return found
 
 
@@ -125,7 +146,10 @@ def identical(a: Reply, b: Reply) -> bool:
     return (
         (a.client, a.size) == (b.client, b.size)
         and (a.weights is None or b.weights is None or same(a.weights, b.weights))
-        and all(torch.equal(torch.as_tensor(a.metrics[key]), torch.as_tensor(b.metrics[key])) for key in a.metrics)
+        and all(
+            torch.equal(torch.as_tensor(a.metrics[key]), torch.as_tensor(b.metrics[key]))
+            for key in a.metrics
+        )
         and all(np.array_equal(a.arrays[key], b.arrays[key], equal_nan=True) for key in a.arrays)
     )
 
@@ -136,7 +160,9 @@ class Tolerance:
 
     weights: float  # of the norm of the weights
     moved: float  # of what training changed
-    each: float  # learning rates, for any single weight: Adam turns the sign of a tiny gradient into a whole step
+    # learning rates, for any single weight: Adam turns the sign of a tiny
+    # gradient into a whole step
+    each: float
     loss: float  # relative
     lid: float  # relative: ratios of distances between outputs that are almost equal
 
@@ -144,21 +170,26 @@ class Tolerance:
 TOLERANCES: dict[Precision, Tolerance] = {
     "fp32": Tolerance(1e-5, 1e-3, 1, 1e-5, 1e-5),
     "tf32": Tolerance(4e-3, 0.2, 10, 5e-3, 0.1),
-    "bf16": Tolerance(8e-3, 0.3, 10, 1e-2, 0.1),  # the worst of any client here: 5e-3, 0.22, 5, 3e-3, 0.065
+    # the worst of any client here: 5e-3, 0.22, 5, 3e-3, 0.065
+    "bf16": Tolerance(8e-3, 0.3, 10, 1e-2, 0.1),
 }
 
 
 def check_close(task: Task, expected: Reply, found: Reply, precision: Precision) -> None:
     allowed = TOLERANCES[precision]
     assert (found.client, found.size) == (expected.client, expected.size)
-    assert found.arrays.keys() == expected.arrays.keys() and found.metrics.keys() == expected.metrics.keys()
+    assert (
+        found.arrays.keys() == expected.arrays.keys()
+        and found.metrics.keys() == expected.metrics.keys()
+    )
     for key, array in expected.arrays.items():
         if key == "areas":  # ranks of a few images, which move by steps
             np.testing.assert_array_equal(np.isnan(found.arrays[key]), np.isnan(array))
             if np.isfinite(array).any():
                 assert np.nanmean(np.abs(found.arrays[key] - array)) <= 20 * allowed.loss
             continue
-        if key in ("centroids", "products", "sums"):  # of features, which carry the errors of every layer before them
+        if key in ("centroids", "products", "sums"):
+            # of features, which carry the errors of every layer before them
             off = np.linalg.norm(found.arrays[key] - array)
             assert off <= 3 * allowed.weights * np.linalg.norm(array)
             continue

@@ -1,4 +1,6 @@
-"""Every registered method with small options, and a federation of a few small images to try it on."""
+"""Every registered method with small options, and a federation of a
+few small images to try it on.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,14 @@ CLASSES, ROUNDS, BATCH = 4, 5, 4
 TRAINING = Training(rounds=ROUNDS, batch=BATCH, lr=0.01)
 SMALL = {"warmup": 2}  # so that every stage falls within `ROUNDS`; each method takes what it knows
 
-# What each client was told its images are. Batches of 4: the first ends its epochs with a batch of one image.
-ORDINARY, GAPPED, SINGLE_CLASS, ONE_IMAGE = [0, 1, 2, 3, 0, 1, 2, 3, 0], [0, 1, 2, 0, 1, 2, 0, 1], [2] * 5, [1]
+# What each client was told its images are. Batches of 4: the first ends its epochs
+# with a batch of one image.
+ORDINARY, GAPPED, SINGLE_CLASS, ONE_IMAGE = (
+    [0, 1, 2, 3, 0, 1, 2, 3, 0],
+    [0, 1, 2, 0, 1, 2, 0, 1],
+    [2] * 5,
+    [1],
+)
 MIXED = [ORDINARY, GAPPED, SINGLE_CLASS, ONE_IMAGE, [3, 0, 1, 2, 1, 3, 2, 1, 0, 3]]
 
 
@@ -33,25 +41,35 @@ def small(cls: type[Method], **options: Any) -> Method:
 
 
 def variants() -> Iterator[Any]:
-    """Every registered method as it is by default, and with every other named behaviour that it has."""
+    """Every registered method as it is by default, and with every other
+    named behaviour that it has.
+    """
     for name, cls in METHODS.items():
         yield pytest.param(small(cls), id=name)
         hints = get_type_hints(cls)
         for f in dataclasses.fields(cls):
             for kind in (hints[f.name], *get_args(hints[f.name])):  # also in `Literal[…] | None`
-                for value in set(get_args(kind)) - {f.default} if get_origin(kind) is Literal else ():
+                for value in (
+                    set(get_args(kind)) - {f.default} if get_origin(kind) is Literal else ()
+                ):
                     yield pytest.param(small(cls, **{f.name: value}), id=f"{name}-{f.name}={value}")
 
 
-every_method = pytest.mark.parametrize("method", [pytest.param(small(cls), id=name) for name, cls in METHODS.items()])
-every_variant = pytest.mark.parametrize("method", sorted(variants(), key=lambda param: str(param.id)))
+every_method = pytest.mark.parametrize(
+    "method", [pytest.param(small(cls), id=name) for name, cls in METHODS.items()]
+)
+every_variant = pytest.mark.parametrize(
+    "method", sorted(variants(), key=lambda param: str(param.id))
+)
 
 
 def network() -> nn.Module:
     return initialise(Cnn(width=2), 1, CLASSES, seed=0)
 
 
-def federation(parts: Sequence[Sequence[int]] = MIXED, side: int = 4) -> tuple[Dataset, list[Client]]:
+def federation(
+    parts: Sequence[Sequence[int]] = MIXED, side: int = 4
+) -> tuple[Dataset, list[Client]]:
     """Clients given by their labels.
 
     Images of 4×4 end as maps of 1×1, where BatchNorm refuses a batch of one.

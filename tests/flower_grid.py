@@ -1,4 +1,6 @@
-"""Flower without processes: a Grid in memory that turns every message into bytes and back, and calls the ClientApp."""
+"""Flower without processes: a Grid in memory that turns every message into bytes and
+back, and calls the ClientApp.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from torch import nn
 
 from fednoro.models import SmallCNN
 
-Tamper = Callable[[Message, Message], Message | None]  # what was asked and answered, to what arrives
+# what was asked and answered, to what arrives
+Tamper = Callable[[Message, Message], Message | None]
 
 
 def network(channels: int, classes: int) -> nn.Module:
@@ -24,12 +27,16 @@ def network(channels: int, classes: int) -> nn.Module:
 
 
 class MemoryGrid(Grid):
-    """Nodes by id, each with its node-config; `sent` and `received` keep every message as its bytes told it.
+    """Nodes by id, each with its node-config; `sent` and `received` keep every
+    message as its bytes told it.
 
-    `tamper` may change or swallow a reply. Nodes may be taken out of `nodes` or put into it at any time.
+    `tamper` may change or swallow a reply. Nodes may be taken out of
+    `nodes` or put into it at any time.
     """
 
-    def __init__(self, app: ClientApp, nodes: Mapping[int, Mapping[str, Any]], tamper: Tamper | None = None) -> None:
+    def __init__(
+        self, app: ClientApp, nodes: Mapping[int, Mapping[str, Any]], tamper: Tamper | None = None
+    ) -> None:
         self.app, self.nodes, self.tamper = app, {k: dict(v) for k, v in nodes.items()}, tamper
         self.sent: list[Message] = []
         self.received: list[Message] = []
@@ -78,7 +85,9 @@ class MemoryGrid(Grid):
 
     def context(self, node: int) -> Context:
         """What the node's app is told besides the message."""
-        return Context(run_id=1, node_id=node, node_config=self.nodes[node], state=RecordDict(), run_config={})
+        return Context(
+            run_id=1, node_id=node, node_config=self.nodes[node], state=RecordDict(), run_config={}
+        )
 
     def _carried(self, message: Message, way: str) -> Message:
         objects = get_all_nested_objects(message)
@@ -92,5 +101,7 @@ class MemoryGrid(Grid):
         # In any order but the one in which they were asked.
         return [self._replies.pop(key) for key in sorted(set(message_ids)) if key in self._replies]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         return self.pull_messages(self.push_messages(list(messages)))

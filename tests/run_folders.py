@@ -1,4 +1,6 @@
-"""Run folders made up for tests: any number of clients, classes and rounds, any names, with or without the truth."""
+"""Run folders made up for tests: any number of clients, classes and rounds, any
+names, with or without the truth.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,27 @@ def make_run(
     federation = _federation(rng, noisy, classes, names, class_names, known)
     federation.save(path / "split.npz")
     train = {"rounds": rounds}
-    config = {"seed": seed, "data": {"name": "digits"}, "noise": {"name": "symmetric"}, "train": train}
-    config["method"] = {"name": method, **({"warmup": WARMUP, "behaviour": "paper"} if method == "fednoro" else {})}
+    config = {
+        "seed": seed,
+        "data": {"name": "digits"},
+        "noise": {"name": "symmetric"},
+        "train": train,
+    }
+    config["method"] = {
+        "name": method,
+        **({"warmup": WARMUP, "behaviour": "paper"} if method == "fednoro" else {}),
+    }
     (path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    (path / "environment.json").write_text(json.dumps({"python": "3.11", "command": ["fednoro", "run"]}))
+    (path / "environment.json").write_text(
+        json.dumps({"python": "3.11", "command": ["fednoro", "run"]})
+    )
     bacc = _logs(path, rng, federation, noisy, rounds, method, lift)
     if method == "fednoro":
         (path / "detection.json").write_text(json.dumps(_detection(rng, federation, noisy, known)))
     if finished:
-        (path / "result.json").write_text(json.dumps({"best": max(bacc), "bacc": bacc, "detection": None}))
+        (path / "result.json").write_text(
+            json.dumps({"best": max(bacc), "bacc": bacc, "detection": None})
+        )
     return path
 
 
@@ -59,7 +73,9 @@ def _federation(
     sizes = rng.integers(classes + 2, 4 * classes + 4, len(noisy))
     parts = tuple(np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1]))
     test = np.arange(sizes.sum(), sizes.sum() + 10 * classes)
-    clean = np.concatenate([rng.integers(0, classes, sizes.sum()), np.arange(10 * classes) % classes])
+    clean = np.concatenate(
+        [rng.integers(0, classes, sizes.sum()), np.arange(10 * classes) % classes]
+    )
     observed = clean.copy()
     for k in np.flatnonzero(noisy if known else []):
         observed[parts[k][::2]] = (observed[parts[k][::2]] + 1) % classes
@@ -88,7 +104,10 @@ def _logs(
     lift: float,
 ) -> list[float]:
     classes, bacc = len(federation.classes), []
-    with (path / "clients.csv").open("w", newline="") as log, (path / "rounds.jsonl").open("w") as lines:
+    with (
+        (path / "clients.csv").open("w", newline="") as log,
+        (path / "rounds.jsonl").open("w") as lines,
+    ):
         table = csv.DictWriter(log, CLIENT_COLUMNS, lineterminator="\n")
         table.writeheader()
         for number in range(1, rounds + 1):
@@ -97,9 +116,23 @@ def _logs(
             confusion = np.diag(hits)
             confusion[np.arange(classes), (np.arange(classes) + 1) % classes] += 10 - hits
             bacc.append(float(hits.mean() / 10))
-            stage = ("noise-robust training" if robust else "warm-up") if method == "fednoro" else "training"
-            record = {"round": number, "stage": stage, "seconds": 0.5, "bacc": bacc[-1], "loss": 1.0, "train_loss": 0.9}
-            lines.write(json.dumps({**record, "confusion": confusion.tolist(), "clients": len(noisy)}) + "\n")
+            stage = (
+                ("noise-robust training" if robust else "warm-up")
+                if method == "fednoro"
+                else "training"
+            )
+            record = {
+                "round": number,
+                "stage": stage,
+                "seconds": 0.5,
+                "bacc": bacc[-1],
+                "loss": 1.0,
+                "train_loss": 0.9,
+            }
+            lines.write(
+                json.dumps({**record, "confusion": confusion.tolist(), "clients": len(noisy)})
+                + "\n"
+            )
             for k, part in enumerate(federation.parts):
                 row = {
                     "round": number,
@@ -116,7 +149,9 @@ def _logs(
     return bacc
 
 
-def _detection(rng: np.random.Generator, federation: Federation, noisy: np.ndarray, known: bool) -> dict[str, object]:
+def _detection(
+    rng: np.random.Generator, federation: Federation, noisy: np.ndarray, known: bool
+) -> dict[str, object]:
     rows = {}
     for k, part in enumerate(federation.parts):
         counts = np.bincount(federation.observed[part], minlength=len(federation.classes))
@@ -128,5 +163,8 @@ def _detection(rng: np.random.Generator, federation: Federation, noisy: np.ndarr
             "noisy": bool(noisy[k]),
             "posterior": float(noisy[k]),
         }
-    found: dict[str, object] = {"reason": f"{noisy.sum()} of {len(noisy)} clients flagged", "clients": rows}
+    found: dict[str, object] = {
+        "reason": f"{noisy.sum()} of {len(noisy)} clients flagged",
+        "clients": rows,
+    }
     return {**found, **({"exact": True} if known else {})}

@@ -39,10 +39,12 @@ def thin() -> nn.Module:
 
 
 THIN = Lab(thin, 16)
-# A deep network carries the last bits further than the small one that the other engines are compared with: where a
-# gradient is zero but for them, Adam takes a whole step, one way or the other.
+# A deep network carries the last bits further than the small one that the other
+# engines are compared with: where a gradient is zero but for them, Adam takes a whole
+# step, one way or the other.
 CLOSE = Tolerance(1e-3, 1e-2, 4, 1e-3, 1e-3)
 
 
 def engine(lab: Lab = THIN, stacked: bool | None = True, **options: Any) -> CudaEngine:
-    return CudaEngine(*lab.given(), precision="tf32", stacked=stacked, **options)  # float32 on a CPU
+    # float32 on a CPU
+    return CudaEngine(*lab.given(), precision="tf32", stacked=stacked, **options)

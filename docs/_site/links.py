@@ -1,4 +1,6 @@
-"""Links from the pages to other files of the repository: on the site, which has only the pages, they become names."""
+"""Links from the pages to other files of the repository: on the site, which has only
+the pages, they become names.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     def named(match: re.Match[str]) -> str:
         target = (here / match[2]).resolve()
         if not target.exists():
-            raise FileNotFoundError(f"{page.file.src_uri} links to {match[2]}, which does not exist")
+            raise FileNotFoundError(
+                f"{page.file.src_uri} links to {match[2]}, which does not exist"
+            )
         return f"{match[1]} (`{target.relative_to(root.resolve())}`)"
 
     return OUTSIDE.sub(named, markdown)

@@ -33,7 +33,6 @@ from fednoro.bench.workers import perform_all
 from fednoro.core.types import UserError
 from fednoro.data.federation import Federation
 from fednoro.detection.indicators import INDICATORS
-from fednoro.experiment import simulation
 from fednoro.experiment.checkpoint import checkpoints
 from fednoro.experiment.config.configuration import Config
 from fednoro.experiment.drive import Watcher

@@ -11,7 +11,6 @@ from federations import TRAINING, federation, network
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fednoro.engine
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.engine import choose
 from fednoro.engine.choose import Hardware, choose_device

@@ -18,10 +18,10 @@ import pytest
 import yaml
 from run_folders import WARMUP, make_run
 
+from fednoro.cli.report import watch_run
 from fednoro.core.types import UserError
 from fednoro.experiment.run_folder.recorded_run import PARTS, read
 from fednoro.report import write_or_warn
-from fednoro.report.command import watch_run
 from fednoro.report.findings import findings
 from fednoro.report.page import render, write_report
 from fednoro.report.recorded_verdict import judged

@@ -33,6 +33,7 @@ from fednoro.audit.audit_method import Audit
 from fednoro.audit.estimates import findings
 from fednoro.audit.simulated_audit import Examined, Subject, examine, subject, verdicts_in
 from fednoro.audit.site_letter import Holding, Judgement, write_letter
+from fednoro.cli.flower import app as commands
 from fednoro.core.types import UserError
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
@@ -41,7 +42,6 @@ from fednoro.experiment.drive import Watcher
 from fednoro.experiment.simulation import Lab, hardware_for
 from fednoro.flower import server_app
 from fednoro.flower.client_app import app
-from fednoro.flower.command import app as commands
 from fednoro.flower.ops.follower import AuditFollower
 from fednoro.flower.server.coordinated_audit import audit_sites
 from fednoro.flower.server.coordinator import coordinate

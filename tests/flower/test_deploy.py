@@ -23,7 +23,7 @@ from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fednoro.cli import app as fednoro_app
-from fednoro.flower.command import app as flower_app
+from fednoro.cli.flower import app as flower_app
 
 ROOT = Path(__file__).parents[2]
 DEPLOY, GUIDE = ROOT / "deploy", ROOT / "docs" / "deployment.md"

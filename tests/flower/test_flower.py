@@ -15,7 +15,6 @@ from flwr.app import Message
 
 import fednoro
 from fednoro.core.types import UserError
-from fednoro.experiment import simulation
 from fednoro.experiment.config.configuration import resolve
 from fednoro.experiment.drive import Run
 from fednoro.experiment.run_folder.recorded_run import read

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from fednoro.cli import flower
 from fednoro.core.types import UserError
 from fednoro.experiment.config.configuration import resolve
-from fednoro.flower import command
 from fednoro.flower.ops import follower
 from fednoro.flower.ops.flwr_process import (  # fmt: skip
     COMPLETED,
@@ -219,7 +219,7 @@ def test_superlink_that_stays_away_ends_the_waiting_with_a_code_of_its_own(
 ) -> None:
     monkeypatch.setattr(follower, "GIVE_UP", 0.3)
     with pytest.raises(typer.Exit) as ended:
-        command._play(scripted(Status("running"), None), tmp_path, None, quiet=True)
+        flower._play(scripted(Status("running"), None), tmp_path, None, quiet=True)
     assert ended.value.exit_code == 3
     assert "the SuperLink could not be asked about run 7" in (said := capsys.readouterr().err)
     assert "connection refused" in said

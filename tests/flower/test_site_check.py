@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from typer.testing import CliRunner
 
-from fednoro.flower.operations import site as commands
+from fednoro.cli.flower_setup import site as commands
 from fednoro.flower.ops import certificates, inspect_site
 from fednoro.flower.ops.certificates import Certificates, make, write_private
 from fednoro.flower.ops.checks import Check

@@ -19,9 +19,9 @@ from flwr.cli.config_utils import load_and_validate
 from flwr.common.config import fuse_dicts
 from typer.testing import CliRunner
 
+from fednoro.cli import flower_setup
 from fednoro.core.types import UserError
 from fednoro.experiment.config.configuration import resolve
-from fednoro.flower import operations
 from fednoro.flower.ops.starter_files import write_app, write_site
 from fednoro.flower.server.coordinator import read_config
 from fednoro.flower.server.run_config import Deployment
@@ -163,9 +163,9 @@ def test_a_site_yaml_that_is_there_is_kept(tmp_path: Path) -> None:
 def test_the_commands_say_what_they_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     app = typer.Typer()
-    app.command("init")(operations.init)
-    app.command("certs")(operations.certs)
-    app.add_typer(operations.site, name="site")
+    app.command("init")(flower_setup.init)
+    app.command("certs")(flower_setup.certs)
+    app.add_typer(flower_setup.site, name="site")
     done = CliRunner().invoke(app, ["init", "federation", "digits", *OVERRIDES])
     assert (
         done.exit_code == 0

@@ -18,7 +18,9 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     """Trains for a round."""
     config = message.content["config"]
-    loader, _, labels = data(int(context.node_config["partition-id"]), int(context.node_config["num-partitions"]))
+    loader, _, labels = data(
+        int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
+    )
     net = network()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     received = copy.deepcopy(net).eval()
@@ -43,7 +45,9 @@ def train(message: Message, context: Context) -> Message:
 @app.query("score")
 def say_scores(message: Message, context: Context) -> Message:
     """Mean loss and count per class, with the global model: what noisy sites are found by."""
-    loader, _, _ = data(int(context.node_config["partition-id"]), int(context.node_config["num-partitions"]))
+    loader, _, _ = data(
+        int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
+    )
     net = network()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     return Message(score(net, loader, CLASSES), reply_to=message)
@@ -52,7 +56,9 @@ def say_scores(message: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Accuracy on this site's own test images."""
-    _, loader, _ = data(int(context.node_config["partition-id"]), int(context.node_config["num-partitions"]))
+    _, loader, _ = data(
+        int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
+    )
     net = network()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     net.eval()

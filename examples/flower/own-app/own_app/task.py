@@ -21,8 +21,12 @@ def network() -> nn.Module:
 
 
 @cache
-def data(site: int, sites: int) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]], Tensor]:
-    """A site's training and test images, and its labels; those of every third site are often wrong."""
+def data(
+    site: int, sites: int
+) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]], Tensor]:
+    """A site's training and test images, and its labels; those of
+    every third site are often wrong.
+    """
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16
     y = torch.tensor(digits.target)
@@ -33,7 +37,9 @@ def data(site: int, sites: int) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoa
     if site % 3 == 2:
         random = torch.Generator().manual_seed(site)
         wrong = torch.rand(cut, generator=random) < 0.6
-        given[wrong] = (given[wrong] + torch.randint(1, CLASSES, (cut,), generator=random)[wrong]) % CLASSES
+        given[wrong] = (
+            given[wrong] + torch.randint(1, CLASSES, (cut,), generator=random)[wrong]
+        ) % CLASSES
     train = DataLoader(TensorDataset(x[:cut], given), batch_size=32, shuffle=True)
     test = DataLoader(TensorDataset(x[cut:], y[cut:]), batch_size=256)
     return train, test, given

@@ -1,4 +1,6 @@
-"""The command line as people use it: real processes, exit codes, what they print and what they leave on disk."""
+"""The command line as people use it: real processes, exit codes, what they print
+and what they leave on disk.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,27 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROUNDS, WARMUP, CLIENTS = 60, 5, 5
 TINY = (  # whole sections, so that a test may choose another part and leave these options behind
-    "digits", "data={name: synthetic, images: 160, classes: 4, size: 8, channels: 1, difficulty: 0.1}",
-    f"partition={{name: bernoulli_dirichlet, clients: {CLIENTS}}}", "noise={name: h_idn, epochs: 40}",
-    "model={name: cnn, width: 4}", f"method={{name: fednoro, warmup: {WARMUP}}}",
-    f"train.rounds={ROUNDS}", "train.epochs=1", "train.batch=32", "train.lr=0.01", "device=cpu",
-)  # fmt: skip
+    "digits",
+    "data={name: synthetic, images: 160, classes: 4, size: 8, channels: 1, difficulty: 0.1}",
+    f"partition={{name: bernoulli_dirichlet, clients: {CLIENTS}}}",
+    "noise={name: h_idn, epochs: 40}",
+    "model={name: cnn, width: 4}",
+    f"method={{name: fednoro, warmup: {WARMUP}}}",
+    f"train.rounds={ROUNDS}",
+    "train.epochs=1",
+    "train.batch=32",
+    "train.lr=0.01",
+    "device=cpu",
+)
 BRIEF = (*TINY, "train.rounds=2", "method={warmup: 1}", "noise={epochs: 1}")
 COMMAND = (sys.executable, "-m", "fednoro")
 SCRIPT = str(Path(sys.executable).with_name("fednoro"))
 ENVIRONMENT = {
-    **{key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "NO_COLOR")},
+    **{
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("COLUMNS", "FORCE_COLOR", "NO_COLOR")
+    },
     "OMP_NUM_THREADS": "1",  # on busy cores the threads of a tiny network wait for each other
     "TERM": "xterm-256color",
 }
@@ -61,10 +74,17 @@ class Ended(NamedTuple):
     err: str
 
 
-def process(*args: str, cwd: Path | None = None, command: tuple[str, ...] = COMMAND, **environment: str) -> Ended:
+def process(
+    *args: str, cwd: Path | None = None, command: tuple[str, ...] = COMMAND, **environment: str
+) -> Ended:
     """Runs the command line as a process of its own."""
     done = subprocess.run(
-        [*command, *args], capture_output=True, cwd=cwd, env={**ENVIRONMENT, **environment}, timeout=120, check=False
+        [*command, *args],
+        capture_output=True,
+        cwd=cwd,
+        env={**ENVIRONMENT, **environment},
+        timeout=120,
+        check=False,
     )
     return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
 
@@ -76,7 +96,8 @@ Call = Callable[..., Ended]
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Call:
     """Runs the command line's entry point in this process: a second, not five."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # typer uses what click is about to drop
+        # typer uses what click is about to drop
+        warnings.simplefilter("ignore", DeprecationWarning)
         from fednoro.cli import main
 
     def run(*args: str) -> Ended:
@@ -141,14 +162,27 @@ def test_a_run_ends_well_and_says_so_in_plain_lines(finished: tuple[Ended, Path]
 def test_the_run_folder_holds_what_it_should(finished: tuple[Ended, Path]) -> None:
     folder = finished[1]
     assert {path.name for path in folder.iterdir()} == {
-        "config.yaml", "environment.json", "split.csv", "split.npz", "rounds.jsonl", "clients.csv", "detection.json",
-        "checkpoints", "model.safetensors", "result.json", "report.html", ".lock",
-    }  # fmt: skip
+        "config.yaml",
+        "environment.json",
+        "split.csv",
+        "split.npz",
+        "rounds.jsonl",
+        "clients.csv",
+        "detection.json",
+        "checkpoints",
+        "model.safetensors",
+        "result.json",
+        "report.html",
+        ".lock",
+    }
     made = resolve(folder / "config.yaml")
     assert made == resolve(TINY[0], [*TINY[1:], f"out={folder.parent}"])
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["device"] == "cpu" and environment["command"][1:3] == ["run", "digits"]
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir())[-1] == "round-00060.safetensors"
+    assert (
+        sorted(path.name for path in (folder / "checkpoints").iterdir())[-1]
+        == "round-00060.safetensors"
+    )
 
 
 def test_every_round_is_recorded_with_consistent_figures(finished: tuple[Ended, Path]) -> None:
@@ -199,9 +233,15 @@ def test_the_detection_is_judged_against_the_truth(finished: tuple[Ended, Path])
     with np.load(folder / "split.npz") as split:
         truth = set(np.flatnonzero(split["noisy"]).tolist())
     flagged = {int(k) for k, row in judged["clients"].items() if row["noisy"]}
-    assert set(judged["flagged"]) == flagged and set(judged["noisy"]) == truth and len(judged["clients"]) == CLIENTS
+    assert (
+        set(judged["flagged"]) == flagged
+        and set(judged["noisy"]) == truth
+        and len(judged["clients"]) == CLIENTS
+    )
     assert judged["recall"] == pytest.approx(len(flagged & truth) / len(truth))
-    assert judged["precision"] == pytest.approx(len(flagged & truth) / len(flagged) if flagged else 1)
+    assert judged["precision"] == pytest.approx(
+        len(flagged & truth) / len(flagged) if flagged else 1
+    )
     assert judged["exact"] == (flagged == truth)
 
 
@@ -261,9 +301,14 @@ def test_ctrl_c_in_a_terminal_leaves_a_run_that_resumes_to_the_same_bits(
 
     command = [*COMMAND, "run", *TINY, f"out={tmp_path}"]
     running = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=own_the_terminal,
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=own_the_terminal,
         env=ENVIRONMENT,
-    )  # fmt: skip
+    )
     os.close(slave)
     folder, screen, pressed = tmp_path / "synthetic-fednoro-seed0", b"", False
     log = folder / "rounds.jsonl"
@@ -279,9 +324,13 @@ def test_ctrl_c_in_a_terminal_leaves_a_run_that_resumes_to_the_same_bits(
         os.close(master)
         assert running.wait(60) == 130
     text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", screen.decode())
-    assert pressed and f"stopped; carry on with: fednoro resume {folder}" in text.replace("\r\n", "\n")
+    assert pressed and f"stopped; carry on with: fednoro resume {folder}" in text.replace(
+        "\r\n", "\n"
+    )
     assert "Traceback" not in text
-    assert b"\x1b[?25l" in screen and screen.rindex(b"\x1b[?25h") > screen.rindex(b"\x1b[?25l"), "the cursor is back"
+    assert b"\x1b[?25l" in screen and screen.rindex(b"\x1b[?25h") > screen.rindex(b"\x1b[?25l"), (
+        "the cursor is back"
+    )
     assert re.search(r"(warm-up|noise-robust training).*round \d+/60 .*BACC .*ETA", text)
     assert len(re.findall(r"client \d +│ +\d+ │ +[\d.]+ │ (?:noisy|clean)", text)) == CLIENTS
     assert not (folder / "result.json").exists() and records(folder)[-1]["round"] < ROUNDS
@@ -292,13 +341,17 @@ def test_ctrl_c_in_a_terminal_leaves_a_run_that_resumes_to_the_same_bits(
     assert_same_run(folder, finished[1])
 
 
-def test_sigterm_ends_a_run_as_ctrl_c_does_with_143(finished: tuple[Ended, Path], tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_as_ctrl_c_does_with_143(
+    finished: tuple[Ended, Path], tmp_path: Path
+) -> None:
     running = subprocess.Popen(
         [*COMMAND, "run", *TINY, f"out={tmp_path}", "name=x"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT,
     )  # fmt: skip
     folder = tmp_path / "x"
-    while not (log := folder / "rounds.jsonl").exists() or log.read_bytes().count(b"\n") < WARMUP + 3:
+    while (
+        not (log := folder / "rounds.jsonl").exists() or log.read_bytes().count(b"\n") < WARMUP + 3
+    ):
         assert running.poll() is None
         time.sleep(0.01)
     for _ in range(3):  # some schedulers say it more than once
@@ -306,7 +359,10 @@ def test_sigterm_ends_a_run_as_ctrl_c_does_with_143(finished: tuple[Ended, Path]
     out, err = running.communicate(timeout=60)
     assert (running.returncode, err) == (143, b"")
     assert out.decode().endswith(f"stopped; carry on with: fednoro resume {folder}\n")
-    assert_one_line(process("run", *TINY, f"out={tmp_path}", "name=x"), f"carry it on with: fednoro resume {folder}")
+    assert_one_line(
+        process("run", *TINY, f"out={tmp_path}", "name=x"),
+        f"carry it on with: fednoro resume {folder}",
+    )
     assert process("resume", str(folder)).code == 0
     assert_same_run(folder, finished[1])
 
@@ -333,7 +389,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
         yield disk
@@ -355,7 +414,9 @@ def test_a_full_disk_is_one_line_and_the_run_resumes_once_there_is_space(
 ) -> None:
     filler = small_disk / "filler"
     fill(filler, leave=0)
-    assert_one_line(call("run", *TINY, f"out={small_disk}", "name=none"), "no space left while writing")
+    assert_one_line(
+        call("run", *TINY, f"out={small_disk}", "name=none"), "no space left while writing"
+    )
     assert not (small_disk / "none").exists(), "a run that never began leaves nothing"
 
     fill(filler, leave=64 * 1024)
@@ -370,7 +431,9 @@ def test_a_full_disk_is_one_line_and_the_run_resumes_once_there_is_space(
     assert_same_run(folder, finished[1])
 
 
-def test_resuming_a_finished_run_shows_it_and_changes_nothing(finished: tuple[Ended, Path], call: Call) -> None:
+def test_resuming_a_finished_run_shows_it_and_changes_nothing(
+    finished: tuple[Ended, Path], call: Call
+) -> None:
     folder = finished[1]
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
     code, out, err = call("resume", str(folder))
@@ -379,7 +442,9 @@ def test_resuming_a_finished_run_shows_it_and_changes_nothing(finished: tuple[En
 
 
 def test_resuming_what_is_no_run_is_one_line(call: Call, tmp_path: Path) -> None:
-    assert_one_line(call("resume", str(tmp_path)), f"{tmp_path} is not a run folder: it has no config.yaml")
+    assert_one_line(
+        call("resume", str(tmp_path)), f"{tmp_path} is not a run folder: it has no config.yaml"
+    )
     assert_one_line(call("resume", str(tmp_path / "none")), f"{tmp_path / 'none'} does not exist")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "config.yaml").write_text("train: [")
@@ -391,16 +456,26 @@ def images(folder: Path, count: int = 12) -> Path:
     for name in ("ill", "well"):
         (folder / name).mkdir(parents=True)
         for i in range(count):
-            Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(folder / name / f"{i}.png")
+            Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)).save(
+                folder / name / f"{i}.png"
+            )
     return folder
 
 
 def test_a_run_whose_images_have_changed_is_not_resumed(call: Call, tmp_path: Path) -> None:
     data = images(tmp_path / "images")
     ended = call(
-        "run", *BRIEF, "data=folder", f"data.path={data}", f"data.cache={tmp_path / 'cache'}", "data.size=8",
-        "partition=iid", "partition.clients=3", f"out={tmp_path}", "name=x",
-    )  # fmt: skip
+        "run",
+        *BRIEF,
+        "data=folder",
+        f"data.path={data}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.size=8",
+        "partition=iid",
+        "partition.clients=3",
+        f"out={tmp_path}",
+        "name=x",
+    )
     assert ended.code == 0 and "preparing images" in ended.out
     folder = tmp_path / "x"
     (folder / "result.json").unlink()
@@ -408,7 +483,10 @@ def test_a_run_whose_images_have_changed_is_not_resumed(call: Call, tmp_path: Pa
 
     (folder / "result.json").unlink()
     Image.new("RGB", (8, 8), "red").save(data / "ill" / "0.png")
-    assert_one_line(call("resume", str(folder)), f"the data has changed since {folder} began: it cannot be resumed")
+    assert_one_line(
+        call("resume", str(folder)),
+        f"the data has changed since {folder} began: it cannot be resumed",
+    )
     (data / "ill" / "0.png").unlink()
     assert_one_line(call("resume", str(folder)), "the data has changed")
     shutil.rmtree(data)
@@ -430,24 +508,43 @@ LONG = "a" * 90 + "/" + "b" * 90 + "/" + "c" * 90 + ".yaml"
 
 
 def test_a_mistake_is_one_line_on_stderr_exit_code_2_and_no_run_folder(tmp_path: Path) -> None:
-    pictures, labels, file = broken_images(tmp_path / "pictures"), tmp_path / "labels.csv", tmp_path / "file"
+    pictures, labels, file = (
+        broken_images(tmp_path / "pictures"),
+        tmp_path / "labels.csv",
+        tmp_path / "file",
+    )
     labels.write_text("id,label\nnobody,3\n")
     file.write_text("")
     commands = {
         "unknown key train.round: did you mean rounds?": ["run", *BRIEF, "train.round=3"],
         f"{LONG!r} is neither a preset (digits, ham10000, ich, isic2019) nor a file": ["run", LONG],
         f"6 of 6 images in {pictures} could not be read": [
-            "run", *BRIEF, "data=folder", f"data.path={pictures}", f"data.cache={tmp_path / 'cache'}",
+            "run",
+            *BRIEF,
+            "data=folder",
+            f"data.path={pictures}",
+            f"data.cache={tmp_path / 'cache'}",
         ],
-        f"{labels}, line 2: no sample has the id 'nobody'": ["run", *BRIEF, "noise=from_file", f"noise.path={labels}"],
-        f"cannot write {file / 'synthetic-fednoro-seed0'}: Not a directory": ["run", *BRIEF, f"out={file}"],
+        f"{labels}, line 2: no sample has the id 'nobody'": [
+            "run",
+            *BRIEF,
+            "noise=from_file",
+            f"noise.path={labels}",
+        ],
+        f"cannot write {file / 'synthetic-fednoro-seed0'}: Not a directory": [
+            "run",
+            *BRIEF,
+            f"out={file}",
+        ],
         "--bogus. See: fednoro run --help": ["run", "--bogus"],
-    }  # fmt: skip
+    }
     homes = [tmp_path / f"home {i}" for i in range(len(commands))]
     for home in homes:
         home.mkdir()
     with ThreadPoolExecutor(2) as pool:
-        endings = list(pool.map(lambda args, home: process(*args, cwd=home), commands.values(), homes))
+        endings = list(
+            pool.map(lambda args, home: process(*args, cwd=home), commands.values(), homes)
+        )
     for about, ended, home in zip(commands, endings, homes, strict=True):
         assert_one_line(ended, about)
         assert [path.name for path in home.rglob("*") if path.name != "runs"] == []
@@ -465,7 +562,10 @@ def test_a_mistake_is_one_line_on_stderr_exit_code_2_and_no_run_folder(tmp_path:
         (["noise=from_file", "noise.path=/no/such.csv"], "/no/such.csv: cannot be read"),
         (["noise=transition", "noise.matrix=[[1, 0], [0, 1]]"], "noise.matrix must be 4×4"),
         (["noise=transition", "noise.matrix=/no/such.npy"], "/no/such.npy: cannot be read"),
-        (["model=resnet18", "model.weights=/no/such.pth"], "model.weights: no such file: /no/such.pth"),
+        (
+            ["model=resnet18", "model.weights=/no/such.pth"],
+            "model.weights: no such file: /no/such.pth",
+        ),
         (["model=no_such_module:net", "noise=none"], "'no_such_module:net' cannot be imported"),
         (["device=abacus"], "device 'abacus' is unknown: use auto, cpu, cuda"),
         (["device=cuda:99"], "device 'cuda:99' cannot be used here"),
@@ -490,17 +590,22 @@ def test_a_name_that_is_taken_is_refused_and_the_folder_left_alone(
     folder = finished[1]
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     ended = call("run", *TINY, f"out={folder.parent}", f"name={folder.name}")
-    assert ended.err == f"error: {folder} exists already: choose another name=\n", "there is nothing to carry on"
+    assert ended.err == f"error: {folder} exists already: choose another name=\n", (
+        "there is nothing to carry on"
+    )
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "notes.txt").write_text("mine")
     assert_one_line(
-        call("run", *BRIEF, f"out={tmp_path}", "name=precious", "noise=from_file", "noise.path=x"), "exists"
+        call("run", *BRIEF, f"out={tmp_path}", "name=precious", "noise=from_file", "noise.path=x"),
+        "exists",
     )
     assert [path.name for path in tmp_path.rglob("*")] == ["precious", "notes.txt"]
 
 
-@pytest.mark.parametrize("args", [["nonsense"], ["run", "--rounds", "3"], ["resume"], ["ls", "a", "b"]])
+@pytest.mark.parametrize(
+    "args", [["nonsense"], ["run", "--rounds", "3"], ["resume"], ["ls", "a", "b"]]
+)
 def test_wrong_usage_is_one_line_that_points_to_the_help(args: list[str], call: Call) -> None:
     assert_one_line(call(*args), "--help")
     assert_one_line(call("bench", "tabel1"), "? See: fednoro bench --help")
@@ -521,17 +626,24 @@ def test_an_override_that_is_written_as_an_option_is_answered_with_the_override(
     args: list[str], meant: str, call: Call
 ) -> None:
     flag = next(arg for arg in args if arg.startswith("--")).partition("=")[0]
-    assert_one_line(call(*args), f"no such option: {flag}; did you mean {meant}? See: fednoro {args[0]} --help")
+    assert_one_line(
+        call(*args), f"no such option: {flag}; did you mean {meant}? See: fednoro {args[0]} --help"
+    )
 
 
 @pytest.mark.parametrize(
     ("torn", "whole"),
     [
         (["method.noisy=[0,", "3]"], "method.noisy=[0, 3]"),
-        (["seed=1", "model={name:", "cnn,", "width:", "4}", "device=cpu"], "model={name: cnn, width: 4}"),
+        (
+            ["seed=1", "model={name:", "cnn,", "width:", "4}", "device=cpu"],
+            "model={name: cnn, width: 4}",
+        ),
     ],
 )
-def test_a_list_that_the_shell_has_split_is_shown_in_quotes(torn: list[str], whole: str, call: Call) -> None:
+def test_a_list_that_the_shell_has_split_is_shown_in_quotes(
+    torn: list[str], whole: str, call: Call
+) -> None:
     ended = call("run", "digits", *torn)
     assert_one_line(ended, f"the shell has split {whole} at its spaces: quote it, as in '{whole}'")
 
@@ -582,14 +694,23 @@ def test_config_prints_what_would_run(call: Call, tmp_path: Path) -> None:
     assert (code, err, out) == (0, "", dump(expected))
     file = tmp_path / "my.yaml"
     file.write_text(out)
-    assert yaml.safe_load(call("config", str(file), "seed=3").out) == {**yaml.safe_load(out), "seed": 3}
+    assert yaml.safe_load(call("config", str(file), "seed=3").out) == {
+        **yaml.safe_load(out),
+        "seed": 3,
+    }
     assert call("config").out == dump(resolve("digits"))
     assert_one_line(call("config", "ich"), "data.path is required")
 
 
 @pytest.mark.parametrize(
     ("what", "section"),
-    [("methods", "method"), ("data", "data"), ("partitions", "partition"), ("noise", "noise"), ("models", "model")],
+    [
+        ("methods", "method"),
+        ("data", "data"),
+        ("partitions", "partition"),
+        ("noise", "noise"),
+        ("models", "model"),
+    ],
 )
 def test_ls_shows_every_choice_with_every_option(what: str, section: str, call: Call) -> None:
     code, out, err = call("ls", what)
@@ -612,10 +733,14 @@ def test_ls_shows_presets_and_settings(call: Call) -> None:
     assert all(re.search(rf"^ *{name} ", out, re.M) for name in presets())
     assert re.search(r"^   rounds +100 ", call("ls", "train").out, re.M)
     assert re.search(r"^   checkpoint_every +5 ", call("ls", "general").out, re.M)
-    assert_one_line(call("ls", "everything"), "ls takes one of methods, data, partitions, noise, models")
+    assert_one_line(
+        call("ls", "everything"), "ls takes one of methods, data, partitions, noise, models"
+    )
 
 
-@pytest.mark.parametrize("name", ["fednoro-plus", "folder", "pair_flip", "h_idn", "by_column", "cnn", "split"])
+@pytest.mark.parametrize(
+    "name", ["fednoro-plus", "folder", "pair_flip", "h_idn", "by_column", "cnn", "split"]
+)
 def test_ls_shows_one_entry_alone(name: str, call: Call) -> None:
     code, out, err = call("ls", name)
     assert (code, err) == (0, "")
@@ -625,11 +750,16 @@ def test_ls_shows_one_entry_alone(name: str, call: Call) -> None:
 
 
 def test_ls_shows_all_that_go_by_one_name_and_guesses_at_a_slip(call: Call) -> None:
-    assert re.findall(r"^\S.*?(?=  )", call("ls", "digits").out, re.M) == ["data=digits", "fednoro run digits"]
+    assert re.findall(r"^\S.*?(?=  )", call("ls", "digits").out, re.M) == [
+        "data=digits",
+        "fednoro run digits",
+    ]
     assert_one_line(call("ls", "fednoro-puls"), "got 'fednoro-puls': did you mean fednoro-plus?")
 
 
-@pytest.mark.parametrize(("command", "also"), [("run", True), ("resume", False), ("prepare", False)])
+@pytest.mark.parametrize(
+    ("command", "also"), [("run", True), ("resume", False), ("prepare", False)]
+)
 def test_the_help_of_quiet_is_true_of_each_command(command: str, also: bool, call: Call) -> None:
     out = " ".join(re.sub("[│╭╮╰╯]", " ", call(command, "--help").out).split())
     assert ("Only warnings, errors and the table of several seeds." in out) == also
@@ -638,8 +768,13 @@ def test_the_help_of_quiet_is_true_of_each_command(command: str, also: bool, cal
 
 def test_quiet_says_nothing_but_warnings(call: Call, tmp_path: Path) -> None:
     assert call("run", *BRIEF, f"out={tmp_path}", "name=a", "-q") == (0, "", "")
-    ended = call("run", *BRIEF, f"out={tmp_path}", "name=b", "--quiet", "noise=symmetric", "noise.rate=0.01")
-    assert ended.code == 0 and "warning: noise.rate = 0.01 of 5 clients rounds to none" in ended.out + ended.err
+    ended = call(
+        "run", *BRIEF, f"out={tmp_path}", "name=b", "--quiet", "noise=symmetric", "noise.rate=0.01"
+    )
+    assert (
+        ended.code == 0
+        and "warning: noise.rate = 0.01 of 5 clients rounds to none" in ended.out + ended.err
+    )
     assert "round " not in ended.out
 
 
@@ -651,7 +786,13 @@ def test_a_run_from_python_is_the_finished_run(tmp_path: Path) -> None:
     assert run.folder == tmp_path / "synthetic-fednoro-seed2" and run.folder.is_dir()
     assert len(run.bacc) == 2 and run.best == max(run.bacc) and run.final == run.bacc[-1]
     assert run.last == pytest.approx(np.mean(run.bacc))
-    assert run.detection is not None and set(run.detection) >= {"clients", "flagged", "recall", "precision", "exact"}
+    assert run.detection is not None and set(run.detection) >= {
+        "clients",
+        "flagged",
+        "recall",
+        "precision",
+        "exact",
+    }
     assert run.config.seed == 2 and len(run.federation.parts) == CLIENTS
     assert fednoro.load(run.folder) == run == fednoro.resume(run.folder)
 
@@ -664,7 +805,12 @@ def test_a_run_takes_a_mapping_a_file_or_a_configuration(tmp_path: Path) -> None
     file = tmp_path / "my.yaml"
     file.write_text(dump(config))
     tree = yaml.safe_load(dump(config))
-    runs = [fednoro.run(config), fednoro.run(tree), fednoro.run(file), fednoro.run(str(file), "name=x")]
+    runs = [
+        fednoro.run(config),
+        fednoro.run(tree),
+        fednoro.run(file),
+        fednoro.run(str(file), "name=x"),
+    ]
     assert len({run.bacc for run in runs}) == 1 and len({run.folder for run in runs}) == 4
     assert runs[0].detection is None and not (runs[0].folder / "detection.json").exists()
     with pytest.raises(UserError, match="overrides go with a preset, a file or a mapping"):
@@ -673,7 +819,9 @@ def test_a_run_takes_a_mapping_a_file_or_a_configuration(tmp_path: Path) -> None
 
 def test_warnings_reach_whoever_runs_from_python(tmp_path: Path) -> None:
     with pytest.warns(FedNoRoWarning, match=r"noise\.rate = 0\.01 of 5 clients rounds to none"):
-        fednoro.run(*BRIEF, f"out={tmp_path}", "noise=symmetric", "noise.rate=0.01", "method=fedavg")
+        fednoro.run(
+            *BRIEF, f"out={tmp_path}", "noise=symmetric", "noise.rate=0.01", "method=fedavg"
+        )
 
 
 def test_names_that_the_package_lacks_are_ordinary_attribute_errors() -> None:

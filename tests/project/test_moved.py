@@ -84,7 +84,9 @@ def write(files: Mapping[str, str]) -> None:
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+def check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Check:
     """Commits FILES, replaces them by others, and returns the exit code and the report."""
     monkeypatch.chdir(tmp_path)
     write({"__init__.py": "", **FILES})
@@ -159,7 +161,8 @@ def test_a_split_module_is_the_same(check: Check) -> None:
     text, plan = STACK.split("\n\n\ndef plan")
     files = {
         "stack.py": text,
-        "plan.py": f"from fednoro.shapes import SIZE, area\nfrom fednoro.stack import LIMIT, Stack\n\n\ndef plan{plan}",
+        "plan.py": "from fednoro.shapes import SIZE, area\nfrom fednoro.stack import LIMIT, "
+        f"Stack\n\n\ndef plan{plan}",
         "shapes.py": SHAPES,
     }
     code, out = check(files)
@@ -254,14 +257,17 @@ def test_a_function_split_in_two_is_reported(check: Check) -> None:
         STACK,
         (
             "    small =",
-            "    return _count(stack, sizes)\n\n\ndef _count(stack: Stack, sizes: dict[str, int]) -> int:\n    small =",
+            "    return _count(stack, sizes)\n\n\ndef _count(stack: Stack, sizes: "
+            "dict[str, int]) -> int:\n    small =",
         ),
     )
     code, out = check({**FILES, "stack.py": text})
     assert code == 1
     assert "  differs  fednoro.stack.plan\n" in out
     assert "  new      fednoro.stack._count\n" in out
-    code, out = check({**FILES, "stack.py": text}, "--allow", "fednoro.stack.plan", "fednoro.stack._count")
+    code, out = check(
+        {**FILES, "stack.py": text}, "--allow", "fednoro.stack.plan", "fednoro.stack._count"
+    )
     assert code == 0
     assert out.endswith("1 differ, 1 are new, 0 are gone; 2 of these are allowed\n")
 

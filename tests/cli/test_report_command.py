@@ -30,7 +30,9 @@ def test_report_replaces_an_older_one_and_leaves_nothing_beside_it(tmp_path: Pat
     (run / "report.html").write_text("old")
     before = {path.name for path in run.iterdir()}
     typed("report", run)
-    assert {path.name for path in run.iterdir()} == before and (run / "report.html").stat().st_size > 1000
+    assert {path.name for path in run.iterdir()} == before and (
+        run / "report.html"
+    ).stat().st_size > 1000
 
 
 def test_watching_a_finished_run_ends_at_once(tmp_path: Path) -> None:
@@ -38,15 +40,25 @@ def test_watching_a_finished_run_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_compare_prints_its_tables_and_writes_both_files(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / f"{m}{s}", method=m, seed=s) for m in ("fednoro", "fedavg") for s in range(2)]
+    runs = [
+        make_run(tmp_path / f"{m}{s}", method=m, seed=s)
+        for m in ("fednoro", "fedavg")
+        for s in range(2)
+    ]
     out = typed("compare", *runs, "--to", tmp_path / "both.v1")
     assert "mean ± std" in out and "paired by seed" in out and "2 of 2" not in out.split("wrote")[1]
     assert (tmp_path / "both.v1.html").exists() and (tmp_path / "both.v1.csv").exists()
 
 
-def test_compare_shows_names_whole_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_shows_names_whole_in_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    runs = [make_run(tmp_path / f"{m}{s}", method=m, seed=s) for m in ("fednoro-plus", "fedcorr-la") for s in range(3)]
+    runs = [
+        make_run(tmp_path / f"{m}{s}", method=m, seed=s)
+        for m in ("fednoro-plus", "fedcorr-la")
+        for s in range(3)
+    ]
     lines = typed("compare", *runs, "--to", tmp_path / "both").splitlines()
     assert max(map(len, lines[: lines.index("")])) <= 80
     rows = [line.split() for line in lines if line.startswith("fed")]
@@ -54,7 +66,9 @@ def test_compare_shows_names_whole_in_80_columns(tmp_path: Path, monkeypatch: py
     assert [row[1] for row in rows[2:]] == ["fednoro-plus"] * 3
 
 
-def test_compare_folds_labels_that_have_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_folds_labels_that_have_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     runs = [make_run(tmp_path / name) for name in ("a", "b")]
     name = "a-partition-whose-name-is-longer-than-its-column-can-be"

@@ -1,4 +1,6 @@
-"""`fednoro prepare` as people use it: from what was downloaded to a cache, and from there to a run."""
+"""`fednoro prepare` as people use it: from what was downloaded to a
+cache, and from there to a run.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 COMMAND = (sys.executable, "-m", "fednoro")
 TINY = (
-    "model={name: cnn, width: 4}", "partition={name: iid, clients: 3}", "noise=none", "method=fedavg",
-    "train.rounds=2", "train.epochs=1", "train.batch=16", "device=cpu",
-)  # fmt: skip
+    "model={name: cnn, width: 4}",
+    "partition={name: iid, clients: 3}",
+    "noise=none",
+    "method=fedavg",
+    "train.rounds=2",
+    "train.epochs=1",
+    "train.batch=16",
+    "device=cpu",
+)
 ISIC = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 HAM = ("mel", "nv", "bcc", "akiec", "bkl", "df", "vasc")
 ICH = ("epidural", "intraparenchymal", "intraventricular", "subarachnoid", "subdural")
@@ -62,24 +70,36 @@ class Told(NamedTuple):
 
 def told(ended: Ended) -> Told:
     assert ended.code == 0, ended
-    found = re.search(r"^class +images *\n((?:.+\n)*?)([\d,]+) images, [\d.]+ MB in (.+) \((.+)\)\n", ended.out, re.M)
+    found = re.search(
+        r"^class +images *\n((?:.+\n)*?)([\d,]+) images, [\d.]+ MB in (.+) \((.+)\)\n",
+        ended.out,
+        re.M,
+    )
     command = re.search(r"^use it with: (fednoro run .+)\n\Z", ended.out, re.M)
     assert found and command, ended.out
     rows = (line.split() for line in found[1].splitlines())
     counts = {" ".join(name): int(count.replace(",", "")) for *name, count in rows}
     assert sum(counts.values()) == int(found[2].replace(",", ""))
-    left_out = re.search(r"^([\d,]+) left out; all are listed in .*manifest\.json:$", ended.out, re.M)
+    left_out = re.search(
+        r"^([\d,]+) left out; all are listed in .*manifest\.json:$", ended.out, re.M
+    )
     return Told(counts, Path(found[3]), found[4], int(left_out[1]) if left_out else 0, command[1])
 
 
 def environment(**more: str) -> dict[str, str]:
-    plain = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "NO_COLOR")}
+    plain = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("COLUMNS", "FORCE_COLOR", "NO_COLOR")
+    }
     return {**plain, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color", **more}
 
 
 def process(*args: str, command: tuple[str, ...] = COMMAND, cwd: Path | None = None) -> Ended:
     """Runs the command line as a process of its own."""
-    done = subprocess.run([*command, *args], capture_output=True, cwd=cwd, env=environment(), timeout=120, check=False)
+    done = subprocess.run(
+        [*command, *args], capture_output=True, cwd=cwd, env=environment(), timeout=120, check=False
+    )
     return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
@@ -90,7 +110,8 @@ Call = Callable[..., Ended]
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Call:
     """Runs the command line's entry point in this process, which is quicker."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # typer uses what click is about to drop
+        # typer uses what click is about to drop
+        warnings.simplefilter("ignore", DeprecationWarning)
         from fednoro.cli import main
 
     def run(*args: str) -> Ended:
@@ -127,7 +148,9 @@ def table(file: Path, header: str, rows: Iterable[Iterable[object]]) -> None:
         csv.writer(stream).writerows([header.split(","), *rows])
 
 
-def class_folders(root: Path, per_class: int = 8, classes: Iterable[str] = ("benign", "malign")) -> Path:
+def class_folders(
+    root: Path, per_class: int = 8, classes: Iterable[str] = ("benign", "malign")
+) -> Path:
     for c, name in enumerate(classes):
         for i in range(per_class):
             picture(root / name / f"{i}.png", 100 * c + i)
@@ -140,7 +163,8 @@ def isic2019(root: Path) -> Path:
     for i, name in enumerate(names):
         picture(root / "ISIC_2019_Training_Input" / f"{name}.jpg", i)
     rows = [
-        [name, *(f"{float(c == i % 8)}" for c in range(8)), "0.0"] for i, name in enumerate([*names[:32], "ISIC_9"])
+        [name, *(f"{float(c == i % 8)}" for c in range(8)), "0.0"]
+        for i, name in enumerate([*names[:32], "ISIC_9"])
     ]
     table(root / "ISIC_2019_Training_GroundTruth.csv", f"image,{','.join(ISIC)},UNK", rows)
     return root
@@ -156,8 +180,23 @@ def ham10000(root: Path) -> Path:
                 name = f"ISIC_{100 * part + i:07}"
                 picture(root.parent / "loose.jpg", 100 * part + i)
                 archive.write(root.parent / "loose.jpg", f"{name}.jpg")
-                rows.append([f"HAM_{name}", name, HAM[i % 7], "histo", "45.0", "male", "back", "vidir_modern"])
-    table(root / "HAM10000_metadata.csv", "lesion_id,image_id,dx,dx_type,age,sex,localization,dataset", rows)
+                rows.append(
+                    [
+                        f"HAM_{name}",
+                        name,
+                        HAM[i % 7],
+                        "histo",
+                        "45.0",
+                        "male",
+                        "back",
+                        "vidir_modern",
+                    ]
+                )
+    table(
+        root / "HAM10000_metadata.csv",
+        "lesion_id,image_id,dx,dx_type,age,sex,localization,dataset",
+        rows,
+    )
     return root
 
 
@@ -169,12 +208,21 @@ def ich(root: Path) -> Path:
     rows = []
     for i in range(21):
         meta = pydicom.dataset.FileMetaDataset()
-        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
+        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = (
+            ExplicitVRLittleEndian,
+            CTImageStorage,
+        )
         meta.MediaStorageSOPInstanceUID = f"1.2.3.{i}"
         ct = pydicom.Dataset()
         ct.file_meta, ct.SOPClassUID, ct.SOPInstanceUID = meta, CTImageStorage, f"1.2.3.{i}"
         ct.Rows = ct.Columns = 20
-        ct.BitsAllocated, ct.BitsStored, ct.HighBit, ct.PixelRepresentation, ct.SamplesPerPixel = 16, 16, 15, 1, 1
+        ct.BitsAllocated, ct.BitsStored, ct.HighBit, ct.PixelRepresentation, ct.SamplesPerPixel = (
+            16,
+            16,
+            15,
+            1,
+            1,
+        )
         ct.PhotometricInterpretation, ct.WindowCenter, ct.WindowWidth = "MONOCHROME2", "40", "80"
         ct.RescaleSlope, ct.RescaleIntercept = "1", "0"
         ct.PixelData = np.random.default_rng(i).integers(-20, 90, (20, 20)).astype("<i2").tobytes()
@@ -200,8 +248,12 @@ def medmnist(root: Path) -> Path:
 
 
 MAKE: dict[str, Callable[[Path], Path]] = {
-    "folder": class_folders, "isic2019": isic2019, "ham10000": ham10000, "ich": ich, "medmnist": medmnist
-}  # fmt: skip
+    "folder": class_folders,
+    "isic2019": isic2019,
+    "ham10000": ham10000,
+    "ich": ich,
+    "medmnist": medmnist,
+}
 EXPECTED = {
     "folder": {"benign": 8, "malign": 8},
     "isic2019": dict.fromkeys(ISIC, 4),
@@ -219,7 +271,9 @@ def test_there_is_an_archive_here_for_every_source_that_is_prepared() -> None:
 
 
 def everything_in(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))
+    }
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -257,8 +311,21 @@ def test_a_preset_of_the_same_name_uses_what_prepare_has_made(
 def test_the_printed_command_is_one_for_the_shell(tmp_path: Path) -> None:
     root = tmp_path / "my 'own' images: £5 \"a\" $HOME & ü"
     class_folders(root)
-    table(root / "labels.csv", "path,label,site", [[f"benign/{i}.png", f"c{i % 2}", f"s{i % 2}"] for i in range(8)])
-    args = ("--from", str(root), "--to", str(tmp_path / "a cache: ü"), "--size", "16", "csv=labels.csv", "crop=center")
+    table(
+        root / "labels.csv",
+        "path,label,site",
+        [[f"benign/{i}.png", f"c{i % 2}", f"s{i % 2}"] for i in range(8)],
+    )
+    args = (
+        "--from",
+        str(root),
+        "--to",
+        str(tmp_path / "a cache: ü"),
+        "--size",
+        "16",
+        "csv=labels.csv",
+        "crop=center",
+    )
     ended = process("prepare", "folder", *args)
     done = told(ended)
     assert ended.err == ""
@@ -266,7 +333,9 @@ def test_the_printed_command_is_one_for_the_shell(tmp_path: Path) -> None:
     before = everything_in(done.folder.parent)
     line = " ".join([done.command, *map(shlex.quote, (*TINY, f"out={tmp_path / 'runs'}"))])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    run = subprocess.run(line, shell=True, capture_output=True, env=environment(PATH=path), timeout=120, check=False)
+    run = subprocess.run(
+        line, shell=True, capture_output=True, env=environment(PATH=path), timeout=120, check=False
+    )
     assert run.returncode == 0, run
     assert b"preparing" not in run.stdout
     assert everything_in(done.folder.parent) == before
@@ -281,7 +350,15 @@ def test_options_reach_the_source(call: Call, tmp_path: Path) -> None:
     scans = ich(tmp_path / "rsna")
     done = told(call("prepare", "ich", "--from", str(scans), "window=triple", "size=16"))
     assert done.manifest()["shape"] == [20, 16, 16, 3]
-    done = told(call("prepare", "medmnist", "--from", str(medmnist(tmp_path / "med")), "names=[benign, malign]"))
+    done = told(
+        call(
+            "prepare",
+            "medmnist",
+            "--from",
+            str(medmnist(tmp_path / "med")),
+            "names=[benign, malign]",
+        )
+    )
     assert done.counts == {"benign": 16, "malign": 16}
     assert done.command.endswith(" 'data.names=[benign, malign]' noise=none")
 
@@ -289,7 +366,9 @@ def test_options_reach_the_source(call: Call, tmp_path: Path) -> None:
 def test_sites_are_counted_and_kept_in_the_printed_command(call: Call, tmp_path: Path) -> None:
     root = class_folders(tmp_path / "images")
     rows = [
-        [f"{name}/{i}.png", name, "north" if i < 3 else "s[b]üd"] for name in ("benign", "malign") for i in range(8)
+        [f"{name}/{i}.png", name, "north" if i < 3 else "s[b]üd"]
+        for name in ("benign", "malign")
+        for i in range(8)
     ]
     table(root / "labels.csv", "path,label,site", rows)
     ended = call("prepare", "folder", "--from", str(root), "csv=labels.csv", "--size", "16")
@@ -306,7 +385,11 @@ def test_the_printed_command_has_quotes_only_where_something_would_misread_it(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, shown in {"images": "images", "007": "'data.path=\"007\"'", "a: b": "'data.path=\"a: b\"'"}.items():
+    for name, shown in {
+        "images": "images",
+        "007": "'data.path=\"007\"'",
+        "a: b": "'data.path=\"a: b\"'",
+    }.items():
         class_folders(tmp_path / name)
         done = told(call("prepare", "folder", "--from", name, "--size", "16"))
         path = f"data.path={shown}" if shown == name else shown
@@ -324,14 +407,22 @@ def test_what_is_left_out_is_shown_with_the_reason_on_one_line(call: Call, tmp_p
     assert shown == [f"  not a JPEG or PNG image: {names}, … 7 in all"]
 
 
-def test_an_archive_that_is_not_the_published_one_is_warned_about_on_stderr(call: Call, tmp_path: Path) -> None:
+def test_an_archive_that_is_not_the_published_one_is_warned_about_on_stderr(
+    call: Call, tmp_path: Path
+) -> None:
     source = isic2019(tmp_path / "isic")
     with warnings.catch_warnings():
         warnings.simplefilter("always", FedNoRoWarning)
         ended = call("prepare", "isic2019", "--from", str(source), "--size", "16")
     counts, missing = ended.err.splitlines()
-    assert re.match(r"warning: .*GroundTruth\.csv has 33 images; the published one has 25,331 and other counts", counts)
-    assert re.match(r"warning: .*isic: 1 of 33 labelled images are not there and 1 images there have no label", missing)
+    assert re.match(
+        r"warning: .*GroundTruth\.csv has 33 images; the published one has 25,331 and other counts",
+        counts,
+    )
+    assert re.match(
+        r"warning: .*isic: 1 of 33 labelled images are not there and 1 images there have no label",
+        missing,
+    )
     assert told(ended).left_out == 2
 
 
@@ -352,10 +443,18 @@ def test_ctrl_c_is_130_and_the_same_command_goes_on(call: Call, tmp_path: Path, 
             os.link(root / "large.png", root / name / f"{i:03}x.png")
     args = ("prepare", "folder", "--from", str(root), "--size", "64")
     stopped = subprocess.Popen(
-        [*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
+        [*COMMAND, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        text=True,
     )
     began = time.monotonic()
-    while not (journals := [file for file in home.glob("*.preparing/journal") if file.read_bytes().count(b"\n") > 10]):
+    while not (
+        journals := [
+            file for file in home.glob("*.preparing/journal") if file.read_bytes().count(b"\n") > 10
+        ]
+    ):
         assert stopped.poll() is None and time.monotonic() - began < 60, stopped.communicate()
         time.sleep(0.01)
     stopped.send_signal(signal.SIGINT)
@@ -363,7 +462,8 @@ def test_ctrl_c_is_130_and_the_same_command_goes_on(call: Call, tmp_path: Path, 
     assert (stopped.returncode, err) == (130, "")
     assert out.splitlines()[-1] == "stopped; the same command goes on from here"
     assert 10 < journals[0].read_bytes().count(b"\n") < 202
-    first = root / "benign" / "0.png"  # done already: whoever decoded it again would find nothing there
+    # done already: whoever decoded it again would find nothing there
+    first = root / "benign" / "0.png"
     stat = first.stat()
     first.write_bytes(bytes(stat.st_size))
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -393,7 +493,10 @@ def test_a_mistake_is_one_line_on_stderr_and_leaves_nothing(tmp_path: Path, home
 @pytest.mark.parametrize(
     ("args", "about"),
     [
-        (["nonsense", "--from", "."], "prepare takes one of folder, isic2019, ham10000, ich, medmnist, got 'nonsense'"),
+        (
+            ["nonsense", "--from", "."],
+            "prepare takes one of folder, isic2019, ham10000, ich, medmnist, got 'nonsense'",
+        ),
         (["digits", "--from", "."], "digits needs no preparation: its images are used as they are"),
         (["synthetic", "--from", ".", "--size", "8"], "synthetic needs no preparation"),
         (["prepared", "--from", "."], "prepared needs no preparation"),
@@ -402,20 +505,34 @@ def test_a_mistake_is_one_line_on_stderr_and_leaves_nothing(tmp_path: Path, home
         (["folder", "--from", ".", "sizes=64"], "unknown key data.sizes: did you mean size?"),
         (["folder", "--from", ".", "--size", "4"], "data.size must be in [8, 2048], got 4"),
         (["folder", "--from", ".", "--size", "big"], "Invalid value for '--size'"),
-        (["folder", "--from", ".", "crop=middle"], "data.crop should be 'resize' or 'center', got 'middle'"),
+        (
+            ["folder", "--from", ".", "crop=middle"],
+            "data.crop should be 'resize' or 'center', got 'middle'",
+        ),
         (["folder", "--from", "."], "no images in"),
-        (["folder", "--from", ".", "csv=absent.csv"], "data.csv absent.csv does not exist, neither here nor in"),
+        (
+            ["folder", "--from", ".", "csv=absent.csv"],
+            "data.csv absent.csv does not exist, neither here nor in",
+        ),
         (["isic2019", "--from", "."], "no ISIC_2019_Training_GroundTruth.csv in"),
         (["ham10000", "--from", "."], "no HAM10000_metadata.csv in"),
         (["ich", "--from", "."], "has no stage_2_train.csv at its top"),
         (["medmnist", "--from", "."], "is not a file; name a .npz file"),
         (["medmnist", "--from", "set.npz"], "set.npz does not exist; name a .npz file"),
-        (["medmnist", "--from", "set.npz", "--size", "28"], "unknown key data.size: data medmnist has no size; it"),
+        (
+            ["medmnist", "--from", "set.npz", "--size", "28"],
+            "unknown key data.size: data medmnist has no size; it",
+        ),
         (["isic2019", "--from", "no where"], "no where does not exist"),
     ],
 )
 def test_each_mistake_is_named(
-    args: list[str], about: str, call: Call, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    args: list[str],
+    about: str,
+    call: Call,
+    tmp_path: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -426,5 +543,10 @@ def test_each_mistake_is_named(
 def test_a_cache_that_cannot_be_written_is_one_line(call: Call, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     target = tmp_path / "file" / "cache"
-    ended = call("prepare", "folder", "--from", str(class_folders(tmp_path / "images")), "--to", str(target))
-    assert_one_line(ended, f"cannot write the image cache in {target} (Not a directory); choose another folder with")
+    ended = call(
+        "prepare", "folder", "--from", str(class_folders(tmp_path / "images")), "--to", str(target)
+    )
+    assert_one_line(
+        ended,
+        f"cannot write the image cache in {target} (Not a directory); choose another folder with",
+    )

@@ -14,21 +14,28 @@ from rich.table import Table
 
 from fednoro.core.types import UserError
 
-SECTIONS = {"methods": "method", "data": "data", "partitions": "partition", "noise": "noise", "models": "model"}
+SECTIONS = {
+    "methods": "method",
+    "data": "data",
+    "partitions": "partition",
+    "noise": "noise",
+    "models": "model",
+}
 
 
 def ls(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="methods, data, partitions, noise, models, presets, split, train, general, or one name of these."
+            help="methods, data, partitions, noise, models, presets, split, train, general, or "
+            "one name of these."
         ),
     ] = None,
 ) -> None:
     """List what can be chosen, with every option, its default and its meaning.
 
-    WHAT is methods, data, partitions, noise, models, presets, split, train or general, or the name of one entry, such
-    as fedla; without it, names alone.
+    WHAT is methods, data, partitions, noise, models, presets, split, train or general, or the name
+    of one entry, such as fedla; without it, names alone.
 
     Example: fednoro ls methods
     """
@@ -38,7 +45,10 @@ def ls(
     console = Console(emoji=False)
     if what is None:
         table = Table("fednoro ls …", "what there is", box=None)
-        for name, choices in {**{name: [*known] for name, known in kinds.items()}, "presets": [*presets()]}.items():
+        for name, choices in {
+            **{name: [*known] for name, known in kinds.items()},
+            "presets": [*presets()],
+        }.items():
             table.add_row(name, "its options" if name in choices else escape(", ".join(choices)))
         console.print(table)
     elif what == "presets":
@@ -57,20 +67,34 @@ def _kinds() -> dict[str, dict[str, type[Any]]]:
     from fednoro.core.training import Augment
     from fednoro.experiment.config.configuration import REGISTRIES, SINGLE, General
 
-    kinds: dict[str, dict[str, type[Any]]] = {name: dict(REGISTRIES[section]) for name, section in SECTIONS.items()}
-    kinds |= {name: {name: kind} for name, kind in SINGLE.items()} | {"general": {"general": General}}
+    kinds: dict[str, dict[str, type[Any]]] = {
+        name: dict(REGISTRIES[section]) for name, section in SECTIONS.items()
+    }
+    kinds |= {name: {name: kind} for name, kind in SINGLE.items()} | {
+        "general": {"general": General}
+    }
     kinds["train"] |= {"train.augment": Augment}
     return kinds
 
 
-def _show_named(console: Console, name: str, kinds: dict[str, dict[str, type[Any]]], presets: dict[str, str]) -> None:
+def _show_named(
+    console: Console, name: str, kinds: dict[str, dict[str, type[Any]]], presets: dict[str, str]
+) -> None:
     """Every entry of that name: digits is a data source and a preset."""
     sections = [section for section, known in kinds.items() if name in known]
     if not sections and name not in presets:
-        names = [*kinds, "presets", *presets, *(entry for known in kinds.values() for entry in known)]
+        names = [
+            *kinds,
+            "presets",
+            *presets,
+            *(entry for known in kinds.values() for entry in known),
+        ]
         close = difflib.get_close_matches(name, names, 1)
         hint = f": did you mean {close[0]}?" if close else ""
-        raise UserError(f"ls takes one of {', '.join([*kinds, 'presets'])}, or a name of these; got {name!r}{hint}")
+        raise UserError(
+            f"ls takes one of {', '.join([*kinds, 'presets'])}, or a "
+            f"name of these; got {name!r}{hint}"
+        )
     for section in sections:
         chosen = f"{SECTIONS[section]}={name}" if section in SECTIONS else name
         _show(console, chosen, kinds[section][name])
@@ -100,4 +124,6 @@ def _meaning(item: dataclasses.Field[Any]) -> str:
 
     listed = re.search(r"Literal\[(.*?)\]", str(item.type))
     choices = re.sub("[\"']", "", listed[1]) if listed else ""
-    return "; ".join(part for part in (item.metadata.get("help", ""), allowed(item), choices) if part)
+    return "; ".join(
+        part for part in (item.metadata.get("help", ""), allowed(item), choices) if part
+    )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fednoro.audit.command import Scores
+from fednoro.cli.audit import Scores
+from fednoro.cli.flower_setup import certs, init, site
 from fednoro.core.types import UserError
-from fednoro.flower.operations import certs, init, site
 
 if TYPE_CHECKING:
     from fednoro.flower.ops.follower import Follower

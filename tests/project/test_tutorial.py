@@ -28,10 +28,13 @@ def test_the_tutorial_finds_the_two_sites_with_wrong_labels(tmp_path: Path) -> N
             (tmp_path / name).write_text(text, encoding="utf-8")
             continue
         command = [sys.executable, "-c", text] if kind == "python" else ["sh", "-ec", text]
-        ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+        ended = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
         assert ended.returncode == 0, ended.stderr
         printed += ended.stdout
     assert re.findall(r"(\w+) looks noisy", printed) == ["north", "west"]
     assert len(re.findall(r"looks clean", printed)) == 4
     assert "720 images" in printed
-    assert "labels wrong" not in printed and "recall" not in printed  # nobody knows the truth about a user's labels
+    # nobody knows the truth about a user's labels
+    assert "labels wrong" not in printed and "recall" not in printed

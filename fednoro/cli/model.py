@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from fednoro.experiment.predict import Predictions
 
 SHOWN = 50  # rows of the table on a screen
-Folder = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
+Folder = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -27,12 +29,15 @@ def register(app: typer.Typer) -> None:
 def export(
     run: Folder,
     onnx: Annotated[str | None, typer.Option(metavar="FILE", help="Write an ONNX model.")] = None,
-    safetensors: Annotated[str | None, typer.Option(metavar="FILE", help="Write a safetensors file.")] = None,
+    safetensors: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a safetensors file.")
+    ] = None,
 ) -> None:
-    """Write a run's model as one file, after comparing its outputs with the network's on test images of the run.
+    """Write a run's model as one file, after comparing its outputs with the
+    network's on test images of the run.
 
-    The file's metadata holds the class names and the preprocessing. The ONNX model takes batches of any size.
-    ONNX needs the extra export.
+    The file's metadata holds the class names and the preprocessing. The ONNX model takes batches of
+    any size. ONNX needs the extra export.
 
     Example: fednoro export runs/digits-fednoro-seed0 --onnx digits.onnx
     """
@@ -51,23 +56,31 @@ def export(
             what = "test" if done.real else "made-up"
             bound = f", allowed {TOLERANCE:g} · (1 + |logit|)" if kind == "onnx" else ""
             Console(emoji=False).print(
-                f"wrote {escape(str(done.path))} ({done.bytes / 1e6:,.1f} MB); on {done.images} {what} images its "
-                f"logits differ from the network's by at most {done.difference:.1e}{bound}",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
+                f"wrote {escape(str(done.path))} ({done.bytes / 1e6:,.1f} MB); on "
+                f"{done.images} {what} images its logits differ from the network's by at "
+                f"most {done.difference:.1e}{bound}",
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 def predict(
     run: Folder,
     images: Annotated[
-        list[str], typer.Argument(metavar="IMAGES...", help="Files, folders or quoted patterns.", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="IMAGES...", help="Files, folders or quoted patterns.", show_default=False
+        ),
     ],
     to: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Write all probabilities as .csv or .json; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Write all probabilities as .csv or .json; repeatable."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Classes to show for each image.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No table; only what could not be read.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No table; only what could not be read.")
+    ] = False,
 ) -> None:
     """Classify images with a run's model: PNG, JPEG or DICOM, decoded as the run's own data was.
 

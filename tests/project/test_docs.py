@@ -28,7 +28,11 @@ def option_rows(method: type[Method]) -> list[str]:
     rows = []
     for item in dataclasses.fields(method):
         choices = re.findall(r'"([^"]+)"', str(item.type)) if "Literal" in str(item.type) else []
-        about = [item.metadata["help"], allowed(item), ", ".join(f"`{choice}`" for choice in choices)]
+        about = [
+            item.metadata["help"],
+            allowed(item),
+            ", ".join(f"`{choice}`" for choice in choices),
+        ]
         text = "; ".join(part for part in about if part).replace("|", "\\|")
         rows.append(f"| `{item.name}` | {'–' if item.default is None else item.default} | {text} |")
     return rows
@@ -37,7 +41,9 @@ def option_rows(method: type[Method]) -> list[str]:
 def preset_rows() -> list[str]:
     rows = []
     for name, line in presets().items():
-        tree = yaml.safe_load((files("fednoro.experiment") / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
+        tree = yaml.safe_load(
+            (files("fednoro.experiment") / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+        )
         chosen = [
             f"`{method}`: {', '.join(f'{key} {value}' for key, value in options.items())}"
             for method, options in tree.get("methods", {}).items()
@@ -47,7 +53,9 @@ def preset_rows() -> list[str]:
 
 
 def section(page: str, heading: str) -> str:
-    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    found = re.search(
+        rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE
+    )
     assert found, f"docs/methods.md has no section {heading}"
     return found[1]
 
@@ -65,14 +73,25 @@ def test_every_option_of_every_method_is_documented(name: str, methods_page: str
 
 
 def test_every_preset_is_documented(methods_page: str) -> None:
-    told = [line for line in section(methods_page, "Presets").splitlines() if line.startswith("| `")]
+    told = [
+        line for line in section(methods_page, "Presets").splitlines() if line.startswith("| `")
+    ]
     assert told == preset_rows()
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(target)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(target),
+    ]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     return target
@@ -85,15 +104,23 @@ def test_the_site_is_built_strictly_with_every_page(site: Path) -> None:
 
 
 def test_no_page_asks_for_anything_elsewhere(site: Path) -> None:
-    loads = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^"'> ]+""")
+    loads = re.compile(
+        r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^"'> ]+"""
+    )
     for page in site.glob("*.html"):
-        found = [match for match in loads.findall(page.read_text(encoding="utf-8")) if 'rel="canonical"' not in match]
+        found = [
+            match
+            for match in loads.findall(page.read_text(encoding="utf-8"))
+            if 'rel="canonical"' not in match
+        ]
         assert not found, f"{page.name}: {found[0]}"
     for sheet in site.rglob("*.css"):
         assert not re.search(r"url\(\s*[\"']?https?:", sheet.read_text(encoding="utf-8")), sheet
 
 
-def test_the_example_of_a_method_works_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_method_works_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (ROOT / "docs" / "adding-a-method.md").read_text(encoding="utf-8")
     first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len([line for line in first.splitlines() if line.strip()]) <= 22
@@ -102,7 +129,10 @@ def test_the_example_of_a_method_works_as_it_stands(tmp_path: Path, monkeypatch:
     try:
         names: dict[str, Any] = {"__name__": __name__}  # dataclasses look their module up
         exec(first, names)
-        exec(second.replace('"train.rounds=2"', f'"train.rounds=2", {", ".join(map(repr, QUICK))}'), names)
+        exec(
+            second.replace('"train.rounds=2"', f'"train.rounds=2", {", ".join(map(repr, QUICK))}'),
+            names,
+        )
     finally:
         METHODS.clear()
         METHODS.update(known)
@@ -111,6 +141,9 @@ def test_the_example_of_a_method_works_as_it_stands(tmp_path: Path, monkeypatch:
     commands = re.search(r"```sh\n(.*?)```", page, re.DOTALL)
     assert commands is not None
     run, resume = commands[1].splitlines()
-    for command in ([*shlex.split(run), *QUICK, "out=by-hand"], ["fednoro", "resume", "by-hand/digits-fedgce-seed0"]):
+    for command in (
+        [*shlex.split(run), *QUICK, "out=by-hand"],
+        ["fednoro", "resume", "by-hand/digits-fedgce-seed0"],
+    ):
         subprocess.run([sys.executable, "-m", *command], check=True, timeout=120)
     assert shlex.split(resume, comments=True)[2].endswith("/digits-fedgce-seed0")

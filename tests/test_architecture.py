@@ -1,4 +1,6 @@
-"""The shape of the package: imports point one way, files stay short, the training path stays light."""
+"""The shape of the package: imports point one way, files stay short,
+the training path stays light.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,16 @@ ORDER = (
     ("core",), ("data", "models"), ("detection",), ("methods",), ("engine",), ("experiment",),
     ("report",), ("audit",), ("bench", "flower"), ("cli",), ("__main__",),
 )  # fmt: skip
-# Where modules that still lie at the top will move.
-UNMOVED = {
-    "deliver": "cli",
-    "listing": "cli",
-    "prepare": "cli",
-}
 # Imports against the order that later work removes, with the reason.
 EXCEPTIONS = {
-    ("fednoro.experiment.watch.terminal", "fednoro.report.findings"): "the terminal says how firm a verdict is",
-    ("fednoro.experiment.watch.terminal", "fednoro.report.recorded_verdict"): "the terminal says how firm a verdict is",
+    (
+        "fednoro.experiment.watch.terminal",
+        "fednoro.report.findings",
+    ): "the terminal says how firm a verdict is",
+    (
+        "fednoro.experiment.watch.terminal",
+        "fednoro.report.recorded_verdict",
+    ): "the terminal says how firm a verdict is",
 }
 RANK = {name: rank for rank, layer in enumerate(ORDER) for name in layer}
 TRAINING_PATH = ("core", "data", "detection", "methods", "engine")
@@ -44,7 +46,9 @@ MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def imports(source: str) -> Iterator[str]:
-    """Every module that is imported anywhere in `source`, late imports and those for typing included."""
+    """Every module that is imported anywhere in `source`, late imports
+    and those for typing included.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -57,8 +61,7 @@ def imports(source: str) -> Iterator[str]:
 
 def unit(module: str) -> str:
     """`fednoro.data.sources.folder` → `data`; empty for the package itself."""
-    top = module.partition(".")[2].partition(".")[0]
-    return UNMOVED.get(top, top)
+    return module.partition(".")[2].partition(".")[0]
 
 
 def upward(module: str, source: str) -> list[str]:
@@ -98,13 +101,19 @@ def test_every_package_has_its_place() -> None:
 )
 def test_upward_import_is_noticed(source: str) -> None:
     assert upward("fednoro.core.losses", source)
-    assert not upward("fednoro.core.losses", "import torch\nfrom fednoro.core.types import UserError")
+    assert not upward(
+        "fednoro.core.losses", "import torch\nfrom fednoro.core.types import UserError"
+    )
     assert not upward("fednoro.data.sources.folder", "from fednoro.data.cache import rows")
 
 
 def test_no_import_cycles() -> None:
     graph = {
-        module: {name for name in imports(path.read_text(encoding="utf-8")) if name in MODULES and name != module}
+        module: {
+            name
+            for name in imports(path.read_text(encoding="utf-8"))
+            if name in MODULES and name != module
+        }
         for module, path in MODULES.items()
         if module != "fednoro"
     }
@@ -113,7 +122,9 @@ def test_no_import_cycles() -> None:
 
 def test_package_loads_lazily() -> None:
     """`import fednoro` gives the pieces without configuration, display or the command line."""
-    code = "import sys, fednoro; print(*(name for name in sys.modules if name.startswith('fednoro')))"
+    code = (
+        "import sys, fednoro; print(*(name for name in sys.modules if name.startswith('fednoro')))"
+    )
     assert in_subprocess(code).split() == ["fednoro"]
 
 
@@ -129,13 +140,16 @@ def test_files_stay_short(module: str) -> None:
 
 
 def in_subprocess(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT.parent
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_training_path_needs_torch_numpy_and_scikit_learn_alone() -> None:
-    modules = [name for name in MODULES if unit(name) in TRAINING_PATH and ".triton_" not in name]  # for CUDA alone
+    # for CUDA alone
+    modules = [name for name in MODULES if unit(name) in TRAINING_PATH and ".triton_" not in name]
     assert len(modules) > len(TRAINING_PATH)
     code = f"""
 import sys
@@ -157,12 +171,19 @@ def test_torchvision_is_never_imported() -> None:
     files = [path for root in roots for path in sorted(root.rglob("*.py"))]
     assert Path(__file__).resolve() in [path.resolve() for path in files]
     for path in files:
-        found = [name for name in imports(path.read_text(encoding="utf-8")) if name.split(".")[0] == "torchvision"]
+        found = [
+            name
+            for name in imports(path.read_text(encoding="utf-8"))
+            if name.split(".")[0] == "torchvision"
+        ]
         assert not found, f"{path} imports torchvision"
 
 
 def test_the_pieces_are_reached_from_the_package() -> None:
-    code = "import fednoro; print(fednoro.detect.NoisyClientDetector, fednoro.partition.iid, fednoro.losses.distill)"
+    code = (
+        "import fednoro; print(fednoro.detect.NoisyClientDetector, "
+        "fednoro.partition.iid, fednoro.losses.distill)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

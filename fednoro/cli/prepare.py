@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 HELP = """Decode a data set once into a memory-mapped cache, with a manifest of what it holds.
 
-NAME is folder, isic2019, ham10000, ich or medmnist. Files that cannot be read are left out and listed. It goes on
+NAME is folder, isic2019, ham10000, ich or medmnist. Files that cannot be read are left out and \
+listed. It goes on
 where a stopped preparation was, and does nothing twice.
 
 [bold]Examples[/]
 
   fednoro prepare folder --from ~/images --size 64               one folder per class
 
-  fednoro prepare folder --from ~/images csv=labels.csv          a CSV of path,label[,id][,site][,group]
+  fednoro prepare folder --from ~/images csv=labels.csv          a CSV of \
+path,label[,id][,site][,group]
 
   fednoro prepare isic2019 --from ~/ISIC2019                     the official archives
 
@@ -39,10 +41,16 @@ where a stopped preparation was, and does nothing twice.
 
 def prepare(
     name: Annotated[str, typer.Argument(help="The data source.", show_default=False)],
-    source: Annotated[str, typer.Option("--from", help="The folder, archive or file as it was downloaded.")],
-    options: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    source: Annotated[
+        str, typer.Option("--from", help="The folder, archive or file as it was downloaded.")
+    ],
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)
+    ] = None,
     size: Annotated[int | None, typer.Option(help="Height and width in pixels.")] = None,
-    to: Annotated[str | None, typer.Option(help="Where caches are kept; $FEDNORO_CACHE or ~/.cache/fednoro.")] = None,
+    to: Annotated[
+        str | None, typer.Option(help="Where caches are kept; $FEDNORO_CACHE or ~/.cache/fednoro.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")] = False,
 ) -> None:
     from fednoro.data.cache.preparation import Preparable
@@ -61,7 +69,8 @@ def prepare(
     given = [f"path={_plain(source)}", *(options or [])]
     given += [] if size is None else [f"size={size}"]
     given += [] if to is None else [f"cache={_plain(to)}"]
-    # A preset of that name sets the options, so that a later `fednoro run NAME data.path=…` finds this cache.
+    # A preset of that name sets the options, so that a later `fednoro run NAME
+    # data.path=…` finds this cache.
     preset = name if name in presets() else "digits"
     overrides = [f"data.{item}" for item in given]
     if preset != name:
@@ -85,19 +94,25 @@ def prepare(
     if preset != name and len(done.sites) > 1:
         overrides.append("partition=by_column")
     again = " ".join(map(shlex.quote, overrides))
-    console.print(f"use it with: fednoro run {preset} {again}", soft_wrap=True, highlight=False, markup=False)
+    console.print(
+        f"use it with: fednoro run {preset} {again}", soft_wrap=True, highlight=False, markup=False
+    )
 
 
 def _sites_table(done: Prepared) -> Table:
     table = Table("site", box=None, padding=(0, 2, 0, 0))
     table.add_column("images", justify="right")
     for name, count in done.sites.items():
-        table.add_row(Text("".join(char if char.isprintable() else "�" for char in name)), f"{count:,}")
+        table.add_row(
+            Text("".join(char if char.isprintable() else "�" for char in name)), f"{count:,}"
+        )
     return table
 
 
 def _plain(text: str) -> str:
-    """`text` as it is, or in quotes where YAML, which overrides are read as, would take it for something else."""
+    """`text` as it is, or in quotes where YAML, which overrides are read as,
+    would take it for something else.
+    """
     import yaml
 
     try:

@@ -126,7 +126,9 @@ DIFFERENT: list[tuple[str, str | bytes, str | bytes]] = [
 
 
 @pytest.mark.parametrize(("file", "base", "tree"), DIFFERENT)
-def test_nothing_else_is_masked(tmp_path: Path, file: str, base: str | bytes, tree: str | bytes) -> None:
+def test_nothing_else_is_masked(
+    tmp_path: Path, file: str, base: str | bytes, tree: str | bytes
+) -> None:
     assert compare(tmp_path, file, base, tree)[0]
 
 
@@ -200,11 +202,17 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
 
 def test_paths_of_the_two_sides_are_masked_and_no_others(tmp_path: Path) -> None:
     made = sides(tmp_path)
-    count, different = check(tmp_path, made, "folder", lambda place: write(place, "a", f"in {place.folder}/runs"))
+    count, different = check(
+        tmp_path, made, "folder", lambda place: write(place, "a", f"in {place.folder}/runs")
+    )
     assert (count, different) == (1, [])
-    other = check(tmp_path, made, "other", lambda place: write(place, "a", f"in /{place.side.name}"))
+    other = check(
+        tmp_path, made, "other", lambda place: write(place, "a", f"in /{place.side.name}")
+    )
     assert other[1] == ["runs/a: line 1\n  base: in /base\n  tree: in /tree"]
-    longer = check(tmp_path, made, "longer", lambda p: write(p, "a", f"{p.side.folder}-{p.side.name}"))
+    longer = check(
+        tmp_path, made, "longer", lambda p: write(p, "a", f"{p.side.folder}-{p.side.name}")
+    )
     assert longer[1]
 
 
@@ -220,15 +228,22 @@ def test_a_job_compares_what_it_wrote_and_not_what_it_began_with(tmp_path: Path)
 
     assert check(tmp_path, made, "first", first)[0] == 2
     assert check(tmp_path, made, "second", second, start="first") == (1, [])
-    third = check(tmp_path, made, "third", lambda place: (place.folder / "runs/a").unlink(), start="first")
+    third = check(
+        tmp_path, made, "third", lambda place: (place.folder / "runs/a").unlink(), start="first"
+    )
     assert third == (0, []), "both sides removed the file"
 
 
 def test_a_resumed_run_must_equal_the_uninterrupted_one(tmp_path: Path) -> None:
     made = sides(tmp_path)
     check(tmp_path, made, "whole", lambda place: write(place, "model", "1"))
-    assert check(tmp_path, made, "same", lambda place: write(place, "model", "1"), equal_to="whole")[1] == []
-    count, different = check(tmp_path, made, "other", lambda place: write(place, "model", "2"), equal_to="whole")
+    assert (
+        check(tmp_path, made, "same", lambda place: write(place, "model", "1"), equal_to="whole")[1]
+        == []
+    )
+    count, different = check(
+        tmp_path, made, "other", lambda place: write(place, "model", "2"), equal_to="whole"
+    )
     assert count == 1
     assert [text.split(":")[0] for text in different] == ["base/runs/model", "tree/runs/model"]
 
@@ -241,7 +256,9 @@ def package(folder: Path, body: str) -> None:
     (folder / "fednoro" / "__main__.py").write_text(body, encoding="utf-8")
 
 
-def test_a_version_from_another_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_from_another_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base, tree = sides(tmp_path)
     package(base.source, "")
     assert base.methods() == ["a", "b"]
@@ -292,6 +309,12 @@ def test_an_unknown_revision_is_one_line() -> None:
 
 
 def test_make_says_what_is_missing() -> None:
-    done = subprocess.run(["make", "--no-print-directory", "same", "BASE="], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "same", "BASE="],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode
     assert done.stdout == "make same needs a git revision to compare with: make same BASE=main\n"
