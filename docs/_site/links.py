@@ -22,6 +22,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
             raise FileNotFoundError(
                 f"{page.file.src_uri} links to {match[2]}, which does not exist"
             )
+        if target.is_relative_to(config["docs_dir"]):
+            return match[0]  # another page
         return f"{match[1]} (`{target.relative_to(root.resolve())}`)"
 
     return OUTSIDE.sub(named, markdown)

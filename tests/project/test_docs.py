@@ -98,8 +98,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_site_is_built_strictly_with_every_page(site: Path) -> None:
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    assert {path.stem for path in site.glob("*.html")} - {"404"} == pages
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).with_suffix("") for path in docs.rglob("*.md")}
+    built = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
+    assert built - {Path("404")} == pages
     assert not (site / "_site").exists()
 
 
@@ -107,7 +109,7 @@ def test_no_page_asks_for_anything_elsewhere(site: Path) -> None:
     loads = re.compile(
         r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^"'> ]+"""
     )
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
         found = [
             match
             for match in loads.findall(page.read_text(encoding="utf-8"))
