@@ -38,7 +38,7 @@ from fednoro.audit.audit_method import Audit
 from fednoro.audit.confident_learning import site_joint
 from fednoro.audit.estimates import noise
 from fednoro.audit.ranking import margins
-from fednoro.audit.simulated_audit import Examined, Subject, examine
+from fednoro.audit.simulated_audit import Outcome, Subject, examine
 from fednoro.core.types import BoolArray, FloatArray, IntArray
 from fednoro.data.client import Client
 from fednoro.experiment.config.configuration import resolve
@@ -145,7 +145,7 @@ def pool(of: Subject, audit: Audit) -> Figures:
     labels = [federation.observed[part] for part in federation.parts]
     wrong = [federation.clean[part] != y for part, y in zip(federation.parts, labels, strict=True)]
     began = time.perf_counter()
-    pooled: Examined = examine(
+    pooled: Outcome = examine(
         of, audit, [Client(0, "pooled", members, federation.observed[members])]
     )
     seconds = time.perf_counter() - began

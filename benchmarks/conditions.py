@@ -35,9 +35,9 @@ from fednoro.data.federation import Federation, assemble
 from fednoro.engine.choose import choose_device
 from fednoro.experiment.checkpoint import to_device
 from fednoro.experiment.config.configuration import resolve
-from fednoro.experiment.drive import Watcher, verdict_of
+from fednoro.experiment.drive import Watcher, final_verdict
 from fednoro.experiment.rounds import play
-from fednoro.experiment.simulation import Lab, laboratory, tester
+from fednoro.experiment.simulation import Lab, laboratory, make_evaluator
 from fednoro.methods import Method
 from fednoro.models import Packed
 
@@ -133,11 +133,11 @@ def one_class_alone(dataset: Dataset) -> tuple[str]:
 def _played(lab: Lab, federation: Federation, methods: Mapping[str, Method]) -> dict[str, Any]:
     engine, rounds = lab.engine, lab.config.train.rounds
     engine.serve(federation.clients())
-    start = lab.calibrated(Packed(lab.initial).weights())
+    start = lab.calibrate(Packed(lab.initial).weights())
     state = to_device(
         State(start, 0, rounds, len(federation.classes), lab.config.seed), engine.device
     )
-    evaluate = tester(engine, lab.dataset, federation.test, federation.validation)
+    evaluate = make_evaluator(engine, lab.dataset, federation.test, federation.validation)
     warmup: int = methods[PLUS].warmup  # type: ignore[attr-defined]
     found: dict[str, Any] = {"clients": len(federation.parts)}
     shared: tuple[State, list[float], float] | None = None
@@ -156,7 +156,7 @@ def _played(lab: Lab, federation: Federation, methods: Mapping[str, Method]) -> 
                 shared = state, [*bacc], time.perf_counter() - began
         best, last, _ = best_last(bacc)
         found[name] = {"best": best, "last": last, "seconds": seconds + time.perf_counter() - began}
-        if (verdict := verdict_of(state, len(clients), federation.noisy)) is not None:
+        if (verdict := final_verdict(state, len(clients), federation.noisy)) is not None:
             found[name] |= {key: verdict[key] for key in ("flagged", "exact")}
             found["noisy"] = verdict["noisy"]
     return found

@@ -168,7 +168,7 @@ def _watched(
 ) -> dict[str, Any]:
     method, engine, clients = Watched(), lab.engine, range(len(federation.parts))
     engine.serve(federation.clients())
-    start = lab.calibrated(Packed(lab.initial, engine.device).weights())
+    start = lab.calibrate(Packed(lab.initial, engine.device).weights())
     state = State(start, 0, max(warmups) + 1, len(federation.classes), lab.config.seed)
     judged: dict[int, State] = {}
     rounds: dict[str, list[list[float]]] = {}

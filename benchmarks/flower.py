@@ -29,7 +29,7 @@ from fednoro.flower.ops.flwr_process import (
     command,
     environment,
     free_port,
-    owned,
+    owned_process,
     simulation_link,
 )
 
@@ -86,7 +86,9 @@ def deployment(root: Path, clients: int) -> Iterator[Link]:
             "--port",
             str(port),
         ]
-        stack.enter_context(owned([*link, "--disable-runtime-dependency-installation"], env, log))
+        stack.enter_context(
+            owned_process([*link, "--disable-runtime-dependency-installation"], env, log)
+        )
         for k in range(clients):
             node = [
                 command("flower-supernode"),
@@ -100,7 +102,7 @@ def deployment(root: Path, clients: int) -> Iterator[Link]:
                 "--node-config",
                 f"partition-id={k} num-partitions={clients}",
             ]
-            stack.enter_context(owned(node, environment(root / f"node{k}"), log))
+            stack.enter_context(owned_process(node, environment(root / f"node{k}"), log))
         yield Link("here", env)
 
 

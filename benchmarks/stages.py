@@ -142,7 +142,7 @@ def watched_run(preset: str, overrides: Sequence[str]) -> tuple[Stopwatch, float
         (simulation.Lab, "annotate", "annotators"),
         (simulation.Lab, "network", built),
         (Hardware, "engine", "start-up"),
-        (simulation, "_recalibrated", "start-up"),
+        (simulation, "_recalibrate", "start-up"),
         (type(config.method), "fold", folded),
         (Federation, "save", "files"),
         (simulation, "write_split", "files"),

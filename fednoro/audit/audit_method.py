@@ -114,13 +114,13 @@ class Audit(FedLA):
     # Coordinator
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
-        scored = state.memo.get("scored", 0)
-        if scored < (1 if self.scores == "corrected" else state.round // self.warmup):
-            settings = self._settings(state, scored)
+        scored_folds = state.memo.get("scored", 0)
+        if scored_folds < (1 if self.scores == "corrected" else state.round // self.warmup):
+            settings = self._settings(state, scored_folds)
             return {k: Task("predict", state.round, state.model, settings) for k in clients.present}
         if state.round < self.training:
-            anew = state.round % self.warmup == 0
-            model = state.kept.get("start", state.model) if anew else state.model
+            starts_anew = state.round % self.warmup == 0
+            model = state.kept.get("start", state.model) if starts_anew else state.model
             settings = self._settings(state, state.round // self.warmup)
             return {k: Task("train", state.round, model, settings) for k in clients.drawn}
         if "thresholds" not in state.memo:
@@ -130,9 +130,10 @@ class Audit(FedLA):
                 for k in clients.present
             }
         level = np.array(state.memo["thresholds"])
-        asked = [k for k in clients.present if str(k) in state.memo["sums"]]
+        clients_with_sums = [k for k in clients.present if str(k) in state.memo["sums"]]
         return {
-            k: Task("joint", state.round, state.model, arrays={"thresholds": level}) for k in asked
+            k: Task("joint", state.round, state.model, arrays={"thresholds": level})
+            for k in clients_with_sums
         }
 
     def _settings(self, state: State, fold: int) -> dict[str, float | int | bool | str]:
@@ -145,43 +146,50 @@ class Audit(FedLA):
     def fold(self, state: State, replies: Replies) -> State:
         if replies.task == "train":
             # where the model of every fold begins
-            kept = {"start": state.kept.get("start", state.model)}
-            return replace(super().fold(state, replies), stage="training to audit", kept=kept)
+            models = {"start": state.kept.get("start", state.model)}
+            return replace(super().fold(state, replies), stage="training to audit", kept=models)
         if replies.task == "predict":
             counts = {
-                str(reply.client): found
+                str(reply.client): class_counts
                 for reply in replies
-                if (found := _counts(reply)) is not None
+                if (class_counts := _counts(reply)) is not None
             }
-            known = {
+            all_counts = {
                 **state.memo.get("counts", {}),
-                **{k: found.tolist() for k, found in counts.items()},
+                **{k: class_counts.tolist() for k, class_counts in counts.items()},
             }
-            total = np.sum(list(known.values()), axis=0) if known else np.ones(state.classes)
+            total = (
+                np.sum(list(all_counts.values()), axis=0) if all_counts else np.ones(state.classes)
+            )
             prior = (total / total.sum()).tolist()
-            scored = state.memo.get("scored", 0) + 1
+            scored_folds = state.memo.get("scored", 0) + 1
             return replace(
                 state,
-                memo={**state.memo, "scored": scored, "counts": known, "prior": prior},
+                memo={**state.memo, "scored": scored_folds, "counts": all_counts, "prior": prior},
                 notes={},
             )
         if replies.task == "sums":
-            known = dict(filter(None, (_usable_sums(reply, state.classes) for reply in replies)))
-            if not known:
+            site_sums = dict(
+                filter(None, (_usable_sums(reply, state.classes) for reply in replies))
+            )
+            if not site_sums:
                 raise UserError(
                     "the audit ends here: no site sent its sums, so there are no thresholds"
                 )
             level = thresholds(
-                [row["sums"] for row in known.values()], [row["counts"] for row in known.values()]
+                [row["sums"] for row in site_sums.values()],
+                [row["counts"] for row in site_sums.values()],
             )
             if self.scores == "corrected":
                 # from models of different kinds: what is most probable counts
                 level = np.where(level < NEVER, 2 * SLACK, NEVER)
             return replace(
-                state, memo={**state.memo, "sums": known, "thresholds": level.tolist()}, notes={}
+                state,
+                memo={**state.memo, "sums": site_sums, "thresholds": level.tolist()},
+                notes={},
             )
-        known = state.memo["sums"]
-        joints = dict(filter(None, (_usable_joint(reply, known) for reply in replies)))
+        site_sums = state.memo["sums"]
+        joints = dict(filter(None, (_usable_joint(reply, site_sums) for reply in replies)))
         return advance(
             replace(state, memo={**state.memo, "joints": joints}, stage="audit"), state.model, {}
         )
@@ -191,21 +199,21 @@ class Audit(FedLA):
     def rows(self, task: Task, site: Site) -> dict[str, Tensor]:
         if "fold" not in task.settings:
             return {}
-        kept = _folds(task, site) != int(task.settings["fold"])
-        return {"kept": torch.from_numpy(kept.astype(np.float32)).to(site.labels.device)}
+        in_training = _folds(task, site) != int(task.settings["fold"])
+        return {"kept": torch.from_numpy(in_training.astype(np.float32)).to(site.labels.device)}
 
     def loss(self, step: Step) -> Tensor:
         if "kept" not in step.rows:
             return super().loss(step)
-        kept = step.rows["kept"]
-        each = F.cross_entropy(step.net(step.x) + step.aux["log_pi"], step.y, reduction="none")
-        return (each * kept).sum() / kept.sum().clamp(min=1)
+        in_training = step.rows["kept"]
+        losses = F.cross_entropy(step.net(step.x) + step.aux["log_pi"], step.y, reduction="none")
+        return (losses * in_training).sum() / in_training.sum().clamp(min=1)
 
     def work(self, task: Task, site: Site) -> Reply:
         if task.name == "train":
             return super().work(task, site)
         if task.name == "predict":
-            site.memory[OUTPUTS] = self._scored(task, site)
+            site.memory[OUTPUTS] = self._fill_outputs(task, site)
             return Reply(
                 site.client, site.size, arrays={"counts": site.counts.double().cpu().numpy()}
             )
@@ -223,8 +231,10 @@ class Audit(FedLA):
                     "labels have changed since the run: what it "
                     "corrected is not about them; use early"
                 )
-            likely = site.memory[SOFT].double().cpu() if corrected else site.memory[OUTPUTS] * prior
-            site.memory[PROBABILITIES] = likely / likely.sum(dim=1, keepdim=True)
+            likelihoods = (
+                site.memory[SOFT].double().cpu() if corrected else site.memory[OUTPUTS] * prior
+            )
+            site.memory[PROBABILITIES] = likelihoods / likelihoods.sum(dim=1, keepdim=True)
             sums, counts = site_counts(site.memory[PROBABILITIES].numpy(), y)
             return Reply(
                 site.client, site.size, arrays={"sums": sums, "counts": counts.astype(np.float64)}
@@ -238,22 +248,22 @@ class Audit(FedLA):
             site.client, site.size, arrays={"joint": site_joint(p, y, level).astype(np.float64)}
         )
 
-    def _scored(self, task: Task, site: Site) -> Tensor:
+    def _fill_outputs(self, task: Task, site: Site) -> Tensor:
         """The site's outputs with those that this model may give
         filled in; NaN where none may yet.
         """
         p = site.logits(task, task.weights).double().softmax(1).cpu()
         if "fold" not in task.settings:
             return p
-        before = site.memory.get(OUTPUTS)
-        if before is None or before.shape != p.shape:
-            before = torch.full_like(p, torch.nan)
+        outputs = site.memory.get(OUTPUTS)
+        if outputs is None or outputs.shape != p.shape:
+            outputs = torch.full_like(p, torch.nan)
         unseen = torch.from_numpy(_folds(task, site) == int(task.settings["fold"]))
-        return torch.where(unseen[:, None], p, before)
+        return torch.where(unseen[:, None], p, outputs)
 
 
 @dataclass(frozen=True)
-class Sent:
+class Answers:
     """What the coordinator has of the sites once the audit is over; clients
     without a joint are not in it.
     """
@@ -263,7 +273,7 @@ class Sent:
     thresholds: FloatArray
 
     @classmethod
-    def of(cls, state: State) -> Sent:
+    def of(cls, state: State) -> Answers:
         memo = state.memo
         return cls(
             counts={
@@ -290,7 +300,7 @@ def _folds(task: Task, site: Site) -> IntArray:
 
 def _counts(reply: Reply) -> IntArray | None:
     """The class counts of a reply; None where they are not those of its images."""
-    counts = _whole(reply.arrays.get("counts", np.zeros(0)))
+    counts = _as_whole_numbers(reply.arrays.get("counts", np.zeros(0)))
     if counts is not None and counts.ndim == 1 and counts.sum() == reply.size:
         return counts
     message = (
@@ -302,35 +312,38 @@ def _counts(reply: Reply) -> IntArray | None:
 
 
 def _usable_sums(reply: Reply, classes: int) -> tuple[str, dict[str, Any]] | None:
-    sums, counts = reply.arrays["sums"], _whole(reply.arrays["counts"])
+    sums, counts = reply.arrays["sums"], _as_whole_numbers(reply.arrays["counts"])
     if sums.shape != (classes,) or counts is None or counts.shape != (classes,):
-        _left_out(reply, "its sums or counts are not one number per class")
+        _warn_left_out(reply, "its sums or counts are not one number per class")
         return None
     if not (np.isfinite(sums) & (sums >= 0) & (sums <= counts + 1e-6)).all():
-        _left_out(reply, "its sums are not between 0 and its counts")
+        _warn_left_out(reply, "its sums are not between 0 and its counts")
         return None
     return str(reply.client), {"sums": sums.tolist(), "counts": counts.tolist()}
 
 
-def _usable_joint(reply: Reply, known: Mapping[str, Any]) -> tuple[str, list[list[int]]] | None:
-    joint, counts = _whole(reply.arrays["joint"]), np.array(known[str(reply.client)]["counts"])
+def _usable_joint(reply: Reply, site_sums: Mapping[str, Any]) -> tuple[str, list[list[int]]] | None:
+    joint, counts = (
+        _as_whole_numbers(reply.arrays["joint"]),
+        np.array(site_sums[str(reply.client)]["counts"]),
+    )
     if (
         joint is None
         or joint.shape != (len(counts), len(counts))
         or (joint.sum(axis=1) > counts).any()
     ):
-        _left_out(reply, "its joint does not fit its counts")
+        _warn_left_out(reply, "its joint does not fit its counts")
         return None
     return str(reply.client), joint.tolist()
 
 
-def _whole(values: FloatArray) -> IntArray | None:
-    fine = np.isfinite(values).all() and (values >= 0).all() and (values == np.floor(values)).all()
-    fine = fine and bool((values < 2**53).all())  # beyond that float64 has no ones
-    return values.astype(np.int64) if fine else None
+def _as_whole_numbers(values: FloatArray) -> IntArray | None:
+    valid = np.isfinite(values).all() and (values >= 0).all() and (values == np.floor(values)).all()
+    valid = valid and bool((values < 2**53).all())  # beyond that float64 has no ones
+    return values.astype(np.int64) if valid else None
 
 
-def _left_out(reply: Reply, why: str) -> None:
+def _warn_left_out(reply: Reply, reason: str) -> None:
     warnings.warn(
-        f"client {reply.client} is left out of the audit: {why}", FedNoRoWarning, stacklevel=3
+        f"client {reply.client} is left out of the audit: {reason}", FedNoRoWarning, stacklevel=3
     )

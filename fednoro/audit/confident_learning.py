@@ -34,7 +34,7 @@ UNSURE = -1  # what an image looks like that reaches no threshold
 
 def site_counts(probabilities: ArrayLike, labels: ArrayLike) -> tuple[FloatArray, IntArray]:
     """Site: for each class the sum of p_j over the images labelled j, and how many they are."""
-    p, y = checked(probabilities, labels)
+    p, y = check_probabilities(probabilities, labels)
     own = p[np.arange(len(y)), y]
     # Correctly rounded sums do not depend on the images' order.
     sums = np.array([math.fsum(own[y == j]) for j in range(p.shape[1])], dtype=np.float64)
@@ -64,16 +64,16 @@ def looks_like(probabilities: ArrayLike, thresholds: ArrayLike) -> IntArray:
         raise UserError(
             f"thresholds must have one entry per class ({p.shape[-1]}), got shape {t.shape}"
         )
-    reached = p >= t - SLACK
-    several = reached.sum(axis=1) > 1
+    above_threshold = p >= t - SLACK
+    several = above_threshold.sum(axis=1) > 1
     # As published: where several classes reach theirs, the most probable of all classes counts.
-    guess = np.where(several, p.argmax(axis=1), reached.argmax(axis=1))
-    return np.where(reached.any(axis=1), guess, UNSURE).astype(np.int64)
+    guess = np.where(several, p.argmax(axis=1), above_threshold.argmax(axis=1))
+    return np.where(above_threshold.any(axis=1), guess, UNSURE).astype(np.int64)
 
 
 def site_joint(probabilities: ArrayLike, labels: ArrayLike, thresholds: ArrayLike) -> IntArray:
     """Site: how many of its images are labelled i and look like j, C×C."""
-    p, y = checked(probabilities, labels)
+    p, y = check_probabilities(probabilities, labels)
     guess, classes = looks_like(p, thresholds), p.shape[1]
     sure = guess != UNSURE
     cells = np.bincount(y[sure] * classes + guess[sure], minlength=classes * classes)
@@ -87,15 +87,15 @@ def confident_joint(joints: Sequence[ArrayLike]) -> IntArray:
     return joint
 
 
-def calibrated(joint: ArrayLike, counts: ArrayLike) -> FloatArray:
+def calibrated_joint(joint: ArrayLike, counts: ArrayLike) -> FloatArray:
     """Coordinator: the joint scaled so that row i sums to the number of images labelled i."""
     j, n = np.asarray(joint, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     rows = j.sum(axis=1)
-    scaled: FloatArray = j * np.divide(n, rows, out=np.zeros_like(n), where=rows > 0)[:, None]
-    return scaled
+    scaled_joint: FloatArray = j * np.divide(n, rows, out=np.zeros_like(n), where=rows > 0)[:, None]
+    return scaled_joint
 
 
-def checked(probabilities: ArrayLike, labels: ArrayLike) -> tuple[FloatArray, IntArray]:
+def check_probabilities(probabilities: ArrayLike, labels: ArrayLike) -> tuple[FloatArray, IntArray]:
     """Probabilities as float64 and labels as int64, if they are what they should be."""
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(labels)
     if p.ndim != 2 or y.shape != p.shape[:1]:

@@ -12,13 +12,14 @@ from fednoro.audit.estimates import Estimate, Findings, SiteFinding, judged_at_m
 from fednoro.core.types import FloatArray
 from fednoro.report.web.audit_shell import percent, plain, render
 
-MANY = 0.1  # a site whose interval begins above this is named in the headline
-WEAK = 0.5  # a share over all sites above which the model is to be doubted before the labels
+MANY_WRONG = 0.1  # a site whose interval begins above this is named in the headline
+# a share over all sites above which the model is to be doubted before the labels
+DOUBTFUL_OVERALL = 0.5
 # a share of a site's images that could not be judged, from which on the page says so
-UNJUDGED = 0.4
-NAMED = 12  # sites in a sentence
+UNJUDGED_SHARE = 0.4
+LISTED_AT_MOST = 12  # sites in a sentence
 # a share that even the best of several sites exceeds: much of it is the model's own mistakes
-EVERYWHERE = 0.15
+DOUBTFUL_MINIMUM = 0.15
 
 
 @dataclass(frozen=True)
@@ -26,87 +27,89 @@ class Account:
     """How an audit was made, in words for people and as values for JSON."""
 
     run: str
-    how: str
+    explanation: str
     scores: str
     warmup: int
     models: int
     thresholds: FloatArray
 
 
-def page(found: Findings, account: Account) -> bytes:
+def page(findings: Findings, account: Account) -> bytes:
     """The page as an HTML file."""
-    sites = ordered(found)
-    shown = [
+    sites = sort_sites(findings)
+    shown_counts = [
         line.values[j] or 0
-        for i, line in enumerate(found.table)
-        for j in range(len(found.classes))
+        for i, line in enumerate(findings.table)
+        for j in range(len(findings.classes))
         if j != i
     ]
     return render(
         "page.html",
         title=f"Label audit: {plain(account.run)}",
         run=plain(account.run),
-        headline=headline(found),
-        lead=lead(found),
-        doubt=doubt(found),
-        otherwise=otherwise(found, account.scores),
-        unjudged=unjudged(found),
-        found=found,
+        headline=headline(findings),
+        lead=lead(findings),
+        doubt=doubt(findings),
+        disagreement=disagreement(findings, account.scores),
+        unjudged=unjudged_text(findings),
+        findings=findings,
         sites=[{**_fields(site), "words": words(site.estimate)} for site in sites],
         truth=any(site.truth is not None for site in sites),
         verdicts=any(site.verdict is not None for site in sites),
         bounded=any(site.estimate is not None and site.estimate.share is None for site in sites),
-        least=max(found.least, 1),
-        few=f"fewer than {found.least}" if found.least > 1 else "none",
+        least=max(findings.least, 1),
+        few=f"fewer than {findings.least}" if findings.least > 1 else "none",
         paired=any(site.pairs for site in sites),
         scarce=any(site.scarce for site in sites),
-        most=max([*shown, 1]),
-        levels=_levels(found, account),
-        how=account.how,
-        standing=bool(standing_out(found)),
-        asked=_listed([plain(site.name) for site in flagged_alone(found)]),
-        calm=_calm(found),
-        stamp=f"Made by fednoro from the sites' counts; {_trained(account)}.",
+        most=max([*shown_counts, 1]),
+        levels=_levels(findings, account),
+        explanation=account.explanation,
+        standing=bool(sites_standing_out(findings)),
+        flagged_names=_join_names([plain(site.name) for site in sites_flagged_alone(findings)]),
+        calm=_calm(findings),
+        stamp=f"Made by fednoro from the sites' counts; {_training_text(account)}.",
     )
 
 
-def to_json(found: Findings, account: Account) -> dict[str, Any]:
+def to_json(findings: Findings, account: Account) -> dict[str, Any]:
     """What the page says, as JSON values."""
     return {
         "run": account.run,
-        "headline": headline(found),
-        "lead": lead(found),
+        "headline": headline(findings),
+        "lead": lead(findings),
         "scores": account.scores,
-        "how": account.how,
+        "how": account.explanation,
         "rounds": account.warmup,
         "models": account.models,
-        "min_cell": found.least,
-        "images": found.images,
-        "classes": list(found.classes),
-        "held_by_no_site": list(found.unheld),
-        "without_answer": list(found.absent),
-        "overall": _rounded(found.overall),
-        "doubt": doubt(found),
-        "otherwise": otherwise(found, account.scores),
-        "unjudged": unjudged(found),
+        "min_cell": findings.least,
+        "images": findings.images,
+        "classes": list(findings.classes),
+        "held_by_no_site": list(findings.unheld),
+        "without_answer": list(findings.absent),
+        "overall": _round_estimate(findings.overall),
+        "doubt": doubt(findings),
+        "otherwise": disagreement(findings, account.scores),
+        "unjudged": unjudged_text(findings),
         "thresholds": [None if t == NEVER else round(float(t), 4) for t in account.thresholds],
-        "sites": [{**_fields(site), "estimate": _rounded(site.estimate)} for site in found.sites],
+        "sites": [
+            {**_fields(site), "estimate": _round_estimate(site.estimate)} for site in findings.sites
+        ],
         "labelled_looks_like": [
             {
-                "labelled": found.classes[i],
+                "labelled": findings.classes[i],
                 "looks_like": {
                     name: _cell(line.text(j), line.values[j])
-                    for j, name in enumerate(found.classes)
+                    for j, name in enumerate(findings.classes)
                 },
-                "not_sure": _cell(line.text(len(found.classes)), line.values[-1]),
+                "not_sure": _cell(line.text(len(findings.classes)), line.values[-1]),
                 "total": line.total if line.total is not None else "withheld",
             }
-            for i, line in enumerate(found.table)
+            for i, line in enumerate(findings.table)
         ],
     }
 
 
-def ordered(found: Findings) -> list[SiteFinding]:
+def sort_sites(findings: Findings) -> list[SiteFinding]:
     """The sites, those with most to look at first."""
 
     def key(site: SiteFinding) -> tuple[float, float, int]:
@@ -117,102 +120,113 @@ def ordered(found: Findings) -> list[SiteFinding]:
             -site.client,
         )
 
-    return sorted(found.sites, key=key, reverse=True)
+    return sorted(findings.sites, key=key, reverse=True)
 
 
-def standing_out(found: Findings) -> list[SiteFinding]:
+def sites_standing_out(findings: Findings) -> list[SiteFinding]:
     """Sites where more than chance says that many labels may be wrong."""
     return [
         s
-        for s in ordered(found)
-        if s.estimate and s.estimate.share is not None and s.estimate.low > MANY
+        for s in sort_sites(findings)
+        if s.estimate and s.estimate.share is not None and s.estimate.low > MANY_WRONG
     ]
 
 
-def flagged_alone(found: Findings) -> list[SiteFinding]:
+def sites_flagged_alone(findings: Findings) -> list[SiteFinding]:
     """Sites that the run's detector calls noisy and the audit does not name."""
-    named = {site.client for site in standing_out(found)}
-    return [site for site in ordered(found) if site.verdict == "noisy" and site.client not in named]
+    listed_clients = {site.client for site in sites_standing_out(findings)}
+    return [
+        site
+        for site in sort_sites(findings)
+        if site.verdict == "noisy" and site.client not in listed_clients
+    ]
 
 
-def headline(found: Findings) -> str:
+def headline(findings: Findings) -> str:
     """The answer in one line."""
-    count, others = len(standing_out(found)), len(flagged_alone(found))
-    if not found.sites:
+    count, others = len(sites_standing_out(findings)), len(sites_flagged_alone(findings))
+    if not findings.sites:
         return "No site answered"
     if not count:
-        said = "No site stands out" if _bound(found) <= MANY else "No site is shown to stand out"
-        return f"{said}, though the run's detector flagged {others}" if others else said
+        text = (
+            "No site stands out"
+            if _bound(findings) <= MANY_WRONG
+            else "No site is shown to stand out"
+        )
+        return f"{text}, though the run's detector flagged {others}" if others else text
     return (
-        f"{count} of {len(found.sites)} sites "
+        f"{count} of {len(findings.sites)} sites "
         f"{'has' if count == 1 else 'have'} many labels to look at"
     )
 
 
-def lead(found: Findings) -> str:
+def lead(findings: Findings) -> str:
     """The answer in a sentence or two."""
-    if not found.sites:
+    if not findings.sites:
         return "Nothing can be said about the labels."
-    sites = standing_out(found)
+    sites = sites_standing_out(findings)
     if not sites:
-        most = max((site.estimate.high for site in found.sites if site.estimate), default=1.0)
-        few = "with so few images even" if most > MANY else "up to"
+        most = max((site.estimate.high for site in findings.sites if site.estimate), default=1.0)
+        few = "with so few images even" if most > MANY_WRONG else "up to"
         return (
-            f"At no site is it shown that more than {percent(MANY)} of the labels are wrong; {few} "
-            f"{percent(most)} would not show."
+            f"At no site is it shown that more than {percent(MANY_WRONG)} of the labels are wrong; "
+            f"{few} {percent(most)} would not show."
         )
-    named = [f"{plain(s.name)} ({percent(s.estimate.share or 0)})" for s in sites if s.estimate]
-    where = "this site" if len(named) == 1 else "these sites"
+    descriptions = [
+        f"{plain(s.name)} ({percent(s.estimate.share or 0)})" for s in sites if s.estimate
+    ]
+    where = "this site" if len(descriptions) == 1 else "these sites"
     return (
-        f"At {where} more than {percent(MANY)} of the labels may be wrong, beyond what "
-        f"chance explains: {_listed(named)}."
+        f"At {where} more than {percent(MANY_WRONG)} of the labels may be wrong, beyond what "
+        f"chance explains: {_join_names(descriptions)}."
     )
 
 
-def otherwise(found: Findings, scores: str) -> str | None:
+def disagreement(findings: Findings, scores: str) -> str | None:
     """Where the run's own detector says otherwise, and what to do then."""
-    if not (sites := flagged_alone(found)):
+    if not (sites := sites_flagged_alone(findings)):
         return None
-    said = (
-        f"The run's own detector flagged {_listed([plain(site.name) for site in sites])}, where "
-        f"the audit does not show that more than {percent(MANY)} of the labels are wrong."
+    text = (
+        f"The run's own detector flagged {_join_names([plain(site.name) for site in sites])}, "
+        f"where the audit does not show that more than {percent(MANY_WRONG)} of the labels are "
+        "wrong."
     )
     if scores == "cross_fit":
-        return f"{said} The images at the top of its letter will tell more."
+        return f"{text} The images at the top of its letter will tell more."
     return (
-        f"{said} Audit again with --scores cross_fit: its models have not "
+        f"{text} Audit again with --scores cross_fit: its models have not "
         "seen the labels that they judge."
     )
 
 
-def unjudged(found: Findings) -> str | None:
+def unjudged_text(findings: Findings) -> str | None:
     """Where a large share of the images could not be judged."""
-    missing = [
-        (site, site.images - judged_at_most(site, found.least))
-        for site in ordered(found)
+    unjudged_counts = [
+        (site, site.images - judged_at_most(site, findings.least))
+        for site in sort_sites(findings)
         if site.images
     ]
-    named = [
+    descriptions = [
         f"{plain(site.name)} (at least {100 * count // site.images}% of {site.images:,})"
-        for site, count in missing
-        if site.estimate is None or count >= UNJUDGED * site.images
+        for site, count in unjudged_counts
+        if site.estimate is None or count >= UNJUDGED_SHARE * site.images
     ]
-    said = "Many images could not be judged, so that nothing is known about their labels"
-    return f"{said}: {_listed(named)}." if named else None
+    text = "Many images could not be judged, so that nothing is known about their labels"
+    return f"{text}: {_join_names(descriptions)}." if descriptions else None
 
 
-def doubt(found: Findings) -> str | None:
+def doubt(findings: Findings) -> str | None:
     """What speaks against the whole audit, if anything does."""
-    if found.overall.share is not None and found.overall.share > WEAK:
+    if findings.overall.share is not None and findings.overall.share > DOUBTFUL_OVERALL:
         return (
-            f"Over all sites more than {percent(WEAK)} of the labels look wrong. A model "
-            "that has learnt too little looks like that too: audit again with more "
+            f"Over all sites more than {percent(DOUBTFUL_OVERALL)} of the labels look wrong. A "
+            "model that has learnt too little looks like that too: audit again with more "
             "rounds before you write to anybody."
         )
-    estimates = [site.estimate for site in found.sites if site.estimate is not None]
+    estimates = [site.estimate for site in findings.sites if site.estimate is not None]
     # others may well be 0
     shares = [estimate.share for estimate in estimates if estimate.share is not None]
-    if 1 < len(shares) == len(estimates) and min(shares) > EVERYWHERE:
+    if 1 < len(shares) == len(estimates) and min(shares) > DOUBTFUL_MINIMUM:
         return (
             f"Even at the best site {percent(min(shares))} of the labels look wrong. Much of every "
             "share will be the model's own mistakes: compare sites with each other, and read the "
@@ -230,34 +244,35 @@ def words(estimate: Estimate | None) -> str:
     return f"{percent(estimate.share)} ({percent(estimate.low)[:-1]}–{percent(estimate.high)})"
 
 
-def _bound(found: Findings) -> float:
+def _bound(findings: Findings) -> float:
     """The largest share of wrong labels that would not show at some site."""
     return max(
-        (1.0 if site.estimate is None else site.estimate.high for site in found.sites), default=1.0
+        (1.0 if site.estimate is None else site.estimate.high for site in findings.sites),
+        default=1.0,
     )
 
 
-def _calm(found: Findings) -> bool:
+def _calm(findings: Findings) -> bool:
     """Whether nothing has to be done, which is more than that nothing was shown."""
-    return _bound(found) <= MANY and not (
-        standing_out(found) or flagged_alone(found) or unjudged(found)
+    return _bound(findings) <= MANY_WRONG and not (
+        sites_standing_out(findings) or sites_flagged_alone(findings) or unjudged_text(findings)
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMED]) + (
-        f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+def _join_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED_AT_MOST]) + (
+        f" and {len(names) - LISTED_AT_MOST} more" if len(names) > LISTED_AT_MOST else ""
     )
 
 
-def _trained(account: Account) -> str:
+def _training_text(account: Account) -> str:
     if account.scores == "corrected":
         return "nothing was trained for it"
     models = "one model was" if account.models == 1 else f"{account.models} models were"
     return f"{models} trained for {account.warmup} {'round' if account.warmup == 1 else 'rounds'}"
 
 
-def _rounded(estimate: Estimate | None) -> dict[str, float | None] | None:
+def _round_estimate(estimate: Estimate | None) -> dict[str, float | None] | None:
     """In whole percent, as the page has it."""
     if estimate is None:
         return None
@@ -272,6 +287,6 @@ def _cell(text: str, value: int | None) -> int | str:
     return text if value is None else value
 
 
-def _levels(found: Findings, account: Account) -> list[tuple[str, str]]:
-    levels = zip(found.classes, account.thresholds, strict=True)
+def _levels(findings: Findings, account: Account) -> list[tuple[str, str]]:
+    levels = zip(findings.classes, account.thresholds, strict=True)
     return [(name, "none" if level == NEVER else f"{level:.2f}") for name, level in levels]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fednoro.audit.confident_learning import calibrated, confident_joint
+from fednoro.audit.confident_learning import calibrated_joint, confident_joint
 from fednoro.audit.small_counts import Line, suppress
 from fednoro.core.types import FloatArray, IntArray
 
@@ -33,14 +33,14 @@ class Estimate:
     high: float
 
 
-def wilson(found: int, of: int) -> tuple[float, float]:
+def wilson(count: int, total: int) -> tuple[float, float]:
     """The 95% score interval of a share; all of [0, 1] where nothing was counted."""
-    if of <= 0:
+    if total <= 0:
         return 0.0, 1.0
-    p, z2 = found / of, Z95**2 / of
-    centre, half = p + z2 / 2, Z95 * math.sqrt(p * (1 - p) / of + z2 / (4 * of))
-    low = 0.0 if found == 0 else max(0.0, (centre - half) / (1 + z2))
-    return low, 1.0 if found == of else min(1.0, (centre + half) / (1 + z2))
+    p, z2 = count / total, Z95**2 / total
+    centre, half = p + z2 / 2, Z95 * math.sqrt(p * (1 - p) / total + z2 / (4 * total))
+    low = 0.0 if count == 0 else max(0.0, (centre - half) / (1 + z2))
+    return low, 1.0 if count == total else min(1.0, (centre + half) / (1 + z2))
 
 
 def noise(joint: IntArray) -> Estimate:
@@ -95,41 +95,41 @@ def findings(
     truth: Sequence[float] | FloatArray | None = None,
 ) -> Findings:
     """What may be shown of the sites' counts, `least` being the smallest count that may."""
-    answered = sorted(joints)
-    held = (
-        np.sum([counts[k] for k in answered], axis=0)
-        if answered
+    clients = sorted(joints)
+    class_counts = (
+        np.sum([counts[k] for k in clients], axis=0)
+        if clients
         else np.zeros(len(classes), dtype=np.int64)
     )
     joint = sum(
-        (joints[k] for k in answered), np.zeros((len(classes), len(classes)), dtype=np.int64)
+        (joints[k] for k in clients), np.zeros((len(classes), len(classes)), dtype=np.int64)
     )
-    table = _table(joint, held, least)
-    suspected = suppress([off_diagonal(joints[k]) for k in answered], least)
-    judged = (verdicts or {}).get("clients", {})
+    table = _table(joint, class_counts, least)
+    suspected = suppress([off_diagonal(joints[k]) for k in clients], least)
+    verdict_rows = (verdicts or {}).get("clients", {})
     sites = tuple(
         SiteFinding(
             client=k,
             name=names[k],
             images=int(counts[k].sum()),
             suspected=suspected.text(i),
-            estimate=_shown(joints[k], suspected.marks[i], least),
+            estimate=_estimate(joints[k], suspected.marks[i], least),
             pairs=_pairs(joints[k], table, classes, least),
             scarce=tuple(classes[c] for c in np.flatnonzero(counts[k] < max(least, 1)).tolist()),
-            verdict=_verdict(judged.get(str(k))) if judged else None,
-            posterior=judged.get(str(k), {}).get("posterior"),
+            verdict=_verdict(verdict_rows.get(str(k))) if verdict_rows else None,
+            posterior=verdict_rows.get(str(k), {}).get("posterior"),
             truth=None if truth is None else float(truth[k]),
         )
-        for i, k in enumerate(answered)
+        for i, k in enumerate(clients)
     )
     return Findings(
         classes=tuple(classes),
         sites=sites,
         absent=tuple(name for k, name in enumerate(names) if k not in joints),
         table=table,
-        unheld=tuple(classes[c] for c in np.flatnonzero(held == 0).tolist()),
-        images=int(held.sum()),
-        overall=_overall(joint, held, suspected.total is not None),
+        unheld=tuple(classes[c] for c in np.flatnonzero(class_counts == 0).tolist()),
+        images=int(class_counts.sum()),
+        overall=_overall(joint, class_counts, suspected.total is not None),
         least=least,
     )
 
@@ -154,24 +154,26 @@ def judged_at_most(site: SiteFinding, least: int) -> int:
     return min(site.images, int(100 * int(suspected) / (percent - 0.5)))
 
 
-def _table(joint: IntArray, held: IntArray, least: int) -> tuple[Line, ...]:
+def _table(joint: IntArray, class_counts: IntArray, least: int) -> tuple[Line, ...]:
     """For each label what its images look like, and how many are not sure; a row sums
     to the images with that label.
     """
-    rest = held - joint.sum(axis=1)
+    rest = class_counts - joint.sum(axis=1)
     lines = []
-    for i in range(len(held)):
+    for i in range(len(class_counts)):
         # A class that nobody holds has nothing to hide. Elsewhere the cells that
         # readers miss least go first.
-        n = least if held[i] else 0
-        lines.append(suppress([*joint[i].tolist(), int(rest[i])], n, hide_first=[len(held), i]))
+        n = least if class_counts[i] else 0
+        lines.append(
+            suppress([*joint[i].tolist(), int(rest[i])], n, hide_first=[len(class_counts), i])
+        )
     if any(line.total is None for line in lines):
         # all images less the other totals would give it away
         lines = [replace(line, total=None) for line in lines]
     return tuple(lines)
 
 
-def _shown(joint: IntArray, mark: str, least: int) -> Estimate | None:
+def _estimate(joint: IntArray, mark: str, least: int) -> Estimate | None:
     exact, sure = noise(joint), int(joint.sum())
     if mark == "shown":
         return exact if sure else None
@@ -197,22 +199,22 @@ def _pairs(
     """The site's pairs of at least n images, most frequent first; without counts, and
     none that the table withholds.
     """
-    found = [
+    pairs = [
         (int(joint[i, j]), i, j)
         for i, j in np.argwhere(joint >= max(least, 1)).tolist()
         if i != j and table[i].marks[j] == "shown"
     ]
     return tuple(
         (classes[i], classes[j])
-        for _, i, j in sorted(found, key=lambda item: (-item[0], item[1:]))[:3]
+        for _, i, j in sorted(pairs, key=lambda item: (-item[0], item[1:]))[:3]
     )
 
 
-def _overall(joint: IntArray, held: IntArray, exact: bool) -> Estimate:
+def _overall(joint: IntArray, class_counts: IntArray, exact: bool) -> Estimate:
     """The share of wrong labels over all sites, by the calibrated joint."""
     if not joint.any():
         return Estimate(None, 0.0, 1.0)
-    whole = calibrated(confident_joint([joint]), held)
+    whole = calibrated_joint(confident_joint([joint]), class_counts)
     share = 1 - float(np.trace(whole)) / max(float(whole.sum()), 1.0)
     low, high = wilson(off_diagonal(joint), int(joint.sum()))
     if exact:

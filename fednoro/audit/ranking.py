@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fednoro.audit.confident_learning import UNSURE, checked, looks_like
+from fednoro.audit.confident_learning import UNSURE, check_probabilities, looks_like
 from fednoro.core.types import BoolArray, FloatArray, IntArray
 
 
@@ -22,7 +22,7 @@ class Ranking:
     """One site's images, most suspicious first; every array is in that order."""
 
     order: IntArray  # positions within the site's images
-    given: IntArray
+    labels: IntArray
     suggested: IntArray  # the label itself where nothing else is suggested
     suspicion: FloatArray
     p_given: FloatArray
@@ -32,28 +32,28 @@ class Ranking:
     @property
     def differs(self) -> BoolArray:
         """Images that look like another class than their label, with confidence."""
-        different: BoolArray = self.sure & (self.suggested != self.given)
+        different: BoolArray = self.sure & (self.suggested != self.labels)
         return different
 
 
 def rank(probabilities: ArrayLike, labels: ArrayLike, thresholds: ArrayLike) -> Ranking:
     """Ranks one site's images; of equal ones the first comes first."""
-    p, y = checked(probabilities, labels)
+    p, y = check_probabilities(probabilities, labels)
     rows = np.arange(len(y))
     suspicion = (1 - margins(p, y)) / 2
-    looks = looks_like(p, thresholds)
+    guess = looks_like(p, thresholds)
     # Where no threshold is reached the most probable class is worth showing,
     # but it counts as no finding.
-    suggested = np.where(looks == UNSURE, p.argmax(axis=1) if p.size else y, looks)
+    suggested = np.where(guess == UNSURE, p.argmax(axis=1) if p.size else y, guess)
     order = np.argsort(-suspicion, kind="stable")
     return Ranking(
         order=order,
-        given=y[order],
+        labels=y[order],
         suggested=suggested[order],
         suspicion=suspicion[order],
         p_given=p[rows, y][order],
         p_suggested=p[rows, suggested][order],
-        sure=(looks != UNSURE)[order],
+        sure=(guess != UNSURE)[order],
     )
 
 

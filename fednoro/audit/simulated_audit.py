@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fednoro.audit.audit_method import LEVELS, PROBABILITIES, Audit, Sent
+from fednoro.audit.audit_method import LEVELS, PROBABILITIES, Answers, Audit
 from fednoro.core.types import FedNoRoWarning, FloatArray, State, UserError, Weights
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
@@ -29,7 +29,7 @@ from fednoro.methods.fednoro_plus import CORRECTED
 from fednoro.models import Packed
 
 # rounds before a model judges labels, where the run's method has no warm-up; FedNoRo's default
-EARLY = 10
+EARLY_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ def warmup_of(config: Config) -> int:
     """How many rounds a model is trained before it judges labels: the run's own
     warm-up, if its method has one.
     """
-    return int(getattr(config.method, "warmup", 0) or min(EARLY, config.train.rounds))
+    return int(getattr(config.method, "warmup", 0) or min(EARLY_ROUNDS, config.train.rounds))
 
 
 @contextmanager
-def subject(folder: Path, watcher: Watcher, device: str | None = None) -> Iterator[Subject]:
+def open_subject(folder: Path, watcher: Watcher, device: str | None = None) -> Iterator[Subject]:
     """Opens a run folder, loads its data and makes an engine ready."""
     if (folder / "flower.json").is_file() and not (folder / "split.npz").is_file():
         raise UserError(
@@ -83,22 +83,22 @@ def subject(folder: Path, watcher: Watcher, device: str | None = None) -> Iterat
 
 
 @dataclass(frozen=True)
-class Examined(Sent):
+class Outcome(Answers):
     """What came of the exchanges: what the coordinator was sent, and what stayed at each site."""
 
     probabilities: Mapping[int, FloatArray]  # at the sites; the coordinator has none of these
 
 
-def examine(of: Subject, audit: Audit, clients: Sequence[Client] | None = None) -> Examined:
+def examine(subject: Subject, audit: Audit, clients: Sequence[Client] | None = None) -> Outcome:
     """Plays the audit's exchanges over the run's clients, or over
     others that hold the same data.
     """
-    engine, config, watcher = of.lab.engine, of.config, of.lab.watcher
-    engine.serve(of.federation.clients() if clients is None else clients)
+    engine, config, watcher = subject.lab.engine, subject.config, subject.lab.watcher
+    engine.serve(subject.federation.clients() if clients is None else clients)
     start = (
-        _left_by_run(of)
+        _last_model(subject)
         if audit.scores == "corrected"
-        else of.lab.calibrated(Packed(of.lab.initial, engine.device).weights())
+        else subject.lab.calibrate(Packed(subject.lab.initial, engine.device).weights())
     )
     what = "training the models that judge the labels" if audit.training else "judging labels"
     state = State(start, 0, audit.rounds, engine.classes, config.seed)
@@ -107,40 +107,44 @@ def examine(of: Subject, audit: Audit, clients: Sequence[Client] | None = None) 
         state,
         engine.exchange,
         sorted(engine.clients),
-        unmeasured,
+        skip_evaluation,
         config.train.participation,
     ):
         state = turn.state
         for message in turn.warnings:
             watcher.warned(message)
         watcher.progress(what, state.round, audit.rounds)
-    sent, served = Sent.of(state), engine.clients
-    return Examined(
-        sent.counts,
-        sent.joints,
-        sent.thresholds,
-        {k: served[k].memory[PROBABILITIES].numpy() for k in served if LEVELS in served[k].memory},
+    answers, engine_clients = Answers.of(state), engine.clients
+    return Outcome(
+        answers.counts,
+        answers.joints,
+        answers.thresholds,
+        {
+            k: engine_clients[k].memory[PROBABILITIES].numpy()
+            for k in engine_clients
+            if LEVELS in engine_clients[k].memory
+        },
     )
 
 
-def _left_by_run(of: Subject) -> Weights:
+def _last_model(subject: Subject) -> Weights:
     """The run's last model; the engine's clients remember what they did then."""
-    if (of.folder / "flower.json").exists():
+    if (subject.folder / "flower.json").exists():
         raise UserError(
-            f"{of.folder} was simulated on Flower, and its clients' memories are not in "
+            f"{subject.folder} was simulated on Flower, and its clients' memories are not in "
             "its checkpoints: for --scores corrected make the same run with `fednoro "
             "run`, or use early or cross_fit"
         )
-    snapshot = end_of_run(of.folder)
-    for k, client in of.lab.engine.clients.items():
+    snapshot = end_of_run(subject.folder)
+    for k, client in subject.lab.engine.clients.items():
         client.memory.update(snapshot.memories.get(k, {}))
-    return to_device(snapshot.state, of.lab.engine.device).model
+    return to_device(snapshot.state, subject.lab.engine.device).model
 
 
 def end_of_run(run: Path) -> Snapshot:
     """The newest checkpoint of a run that has corrected labels."""
-    saved = checkpoints(RunFolder(run))
-    snapshot = load_checkpoint(saved[-1]) if saved else None
+    paths = checkpoints(RunFolder(run))
+    snapshot = load_checkpoint(paths[-1]) if paths else None
     if snapshot is None or not snapshot.state.memo.get(CORRECTED):
         raise UserError(
             f"{run} has no corrected labels: fednoro-plus leaves them, where it has flagged some "
@@ -149,7 +153,7 @@ def end_of_run(run: Path) -> Snapshot:
     return snapshot
 
 
-def unmeasured(weights: Weights) -> Evaluation:
+def skip_evaluation(weights: Weights) -> Evaluation:
     """An audit looks at no test set."""
     return Evaluation(np.zeros((1, 1), dtype=np.int64), float("nan"))
 
@@ -157,10 +161,10 @@ def unmeasured(weights: Weights) -> Evaluation:
 def verdicts_in(path: Path) -> dict[str, Any] | None:
     """The verdicts of a detection.json; None where there is none that can be read."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return {
             "clients": {
-                str(k): {**row, "noisy": bool(row["noisy"])} for k, row in found["clients"].items()
+                str(k): {**row, "noisy": bool(row["noisy"])} for k, row in record["clients"].items()
             }
         }
     except FileNotFoundError:

@@ -55,8 +55,8 @@ class Holding:
 
     def __post_init__(self) -> None:
         if not len(self.images) == len(self.labels) == len(self.ids):
-            got = f"{len(self.images)} images, {len(self.labels)} labels and {len(self.ids)} ids"
-            raise UserError(f"a site needs one label and one id per image, got {got}")
+            sizes = f"{len(self.images)} images, {len(self.labels)} labels and {len(self.ids)} ids"
+            raise UserError(f"a site needs one label and one id per image, got {sizes}")
 
 
 @dataclass(frozen=True)
@@ -67,31 +67,31 @@ class Judgement:
 
     probabilities: NDArray[np.float64]
     thresholds: NDArray[np.float64]
-    how: str  # where the probabilities come from, in a sentence or two
+    explanation: str  # where the probabilities come from, in a sentence or two
 
     @classmethod
-    def from_memory(cls, memory: Mapping[str, Tensor], how: str) -> Judgement:
+    def from_memory(cls, memory: Mapping[str, Tensor], explanation: str) -> Judgement:
         """From what the audit left in a site's memory."""
         if PROBABILITIES not in memory or LEVELS not in memory:
             raise UserError(
                 "this site has not taken part in an audit to its end, "
                 "so there is nothing to write of"
             )
-        return cls(memory[PROBABILITIES].numpy(), memory[LEVELS].numpy(), how)
+        return cls(memory[PROBABILITIES].numpy(), memory[LEVELS].numpy(), explanation)
 
 
-def write_letter(folder: Path, site: Holding, judged: Judgement, top: int = TOP) -> Ranking:
+def write_letter(folder: Path, site: Holding, judgement: Judgement, top: int = TOP) -> Ranking:
     """Writes letter.html, images.csv and accepted.csv into `folder`.
 
     images.csv has every image, ranked, with its label as given. accepted.csv is the same with every
     confident suggestion accepted; `noise: from_file` reads either.
     """
-    ranking = rank(judged.probabilities, site.labels, judged.thresholds)
+    ranking = rank(judgement.probabilities, site.labels, judgement.thresholds)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "images.csv", sheet(COLUMNS, rows(site, ranking, accept=False)))
     write_whole(folder / "accepted.csv", sheet(COLUMNS, rows(site, ranking, accept=True)))
-    write_whole(folder / "letter.html", letter(site, judged, ranking, top))
+    write_whole(folder / "letter.html", letter(site, judgement, ranking, top))
     return ranking
 
 
@@ -100,13 +100,13 @@ def rows(site: Holding, ranking: Ranking, accept: bool) -> list[tuple[str, ...]]
     suggestions take the place of labels.
     """
     labels = (
-        np.where(ranking.differs, ranking.suggested, ranking.given) if accept else ranking.given
+        np.where(ranking.differs, ranking.suggested, ranking.labels) if accept else ranking.labels
     )
     return [
         (
             site.ids[ranking.order[i]],
             site.classes[labels[i]],
-            site.classes[ranking.given[i]],
+            site.classes[ranking.labels[i]],
             site.classes[ranking.suggested[i]],
             _finding(ranking, i),
             f"{ranking.suspicion[i]:.4f}",
@@ -118,11 +118,11 @@ def rows(site: Holding, ranking: Ranking, accept: bool) -> list[tuple[str, ...]]
     ]
 
 
-def letter(site: Holding, judged: Judgement, ranking: Ranking, top: int = TOP) -> bytes:
+def letter(site: Holding, judgement: Judgement, ranking: Ranking, top: int = TOP) -> bytes:
     """The letter as an HTML file."""
-    sums, counts = site_counts(judged.probabilities, site.labels)
-    joint = site_joint(judged.probabilities, site.labels, judged.thresholds)
-    found = noise(joint)
+    sums, counts = site_counts(judgement.probabilities, site.labels)
+    joint = site_joint(judgement.probabilities, site.labels, judgement.thresholds)
+    estimate = noise(joint)
     return render(
         "letter.html",
         title=f"Labels to look at: {plain(site.name)}",
@@ -130,13 +130,13 @@ def letter(site: Holding, judged: Judgement, ranking: Ranking, top: int = TOP) -
         images=len(site.labels),
         sure=int(joint.sum()),
         suspected=off_diagonal(joint),
-        estimate=found,
+        estimate=estimate,
         classes=list(site.classes),
-        given=[site.classes[c] for c in np.unique(ranking.given[:top]).tolist()],
-        shown=[_shown(site, ranking, i) for i in range(min(top, len(ranking.order)))],
+        labels=[site.classes[c] for c in np.unique(ranking.labels[:top]).tolist()],
+        rows=[_image_row(site, ranking, i) for i in range(min(top, len(ranking.order)))],
         pairs=_pairs(site, joint),
-        how=judged.how,
-        sent=[
+        explanation=judgement.explanation,
+        numbers=[
             {
                 "name": plain(site.classes[c]),
                 "sum": f"{sums[c]:.3f}",
@@ -148,14 +148,14 @@ def letter(site: Holding, judged: Judgement, ranking: Ranking, top: int = TOP) -
     )
 
 
-def _shown(site: Holding, ranking: Ranking, i: int) -> dict[str, Any]:
-    given, suggested = int(ranking.given[i]), int(ranking.suggested[i])
+def _image_row(site: Holding, ranking: Ranking, i: int) -> dict[str, Any]:
+    label, suggested = int(ranking.labels[i]), int(ranking.suggested[i])
     return {
         "rank": i + 1,
         "id": site.ids[ranking.order[i]],
         "thumbnail": thumbnail(site.images[ranking.order[i]]),
         "tiny": max(site.images.shape[1:3]) <= TINY,
-        "given": site.classes[given],
+        "given": site.classes[label],
         "suggested": site.classes[suggested],
         "differs": bool(ranking.differs[i]),
         "finding": _finding(ranking, i),
@@ -172,9 +172,9 @@ def _finding(ranking: Ranking, i: int) -> str:
 
 
 def _pairs(site: Holding, joint: IntArray) -> list[tuple[str, str, int]]:
-    found = [(int(joint[i, j]), i, j) for i, j in np.argwhere(joint > 0).tolist() if i != j]
-    found.sort(key=lambda item: (-item[0], item[1:]))
-    return [(plain(site.classes[i]), plain(site.classes[j]), n) for n, i, j in found[:5]]
+    pairs = [(int(joint[i, j]), i, j) for i, j in np.argwhere(joint > 0).tolist() if i != j]
+    pairs.sort(key=lambda item: (-item[0], item[1:]))
+    return [(plain(site.classes[i]), plain(site.classes[j]), n) for n, i, j in pairs[:5]]
 
 
 def thumbnail(image: ArrayLike) -> str:

@@ -60,9 +60,9 @@ def suppress(cells: Sequence[int], least: int, hide_first: Sequence[int] = ()) -
     rest = sorted(
         (i for i in range(len(cells)) if i not in hide_first), key=lambda i: (-cells[i], i)
     )
-    waiting = [i for i in (*hide_first, *rest) if marks[i] == "shown"]
-    while not _safe(cells, marks, least) and waiting:
-        marks[waiting.pop(0)] = "withheld"
+    candidates = [i for i in (*hide_first, *rest) if marks[i] == "shown"]
+    while not _safe(cells, marks, least) and candidates:
+        marks[candidates.pop(0)] = "withheld"
     total = (
         sum(cells) if _safe(cells, marks, least) and (least <= 1 or sum(cells) >= least) else None
     )

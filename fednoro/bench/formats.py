@@ -45,11 +45,13 @@ def figure(cell: Cell) -> str:
         return NOTHING
     text = f"{cell.mean:.2f}" + ("" if cell.deviation is None else f" ± {cell.deviation:.2f}")
     return (
-        text if len(cell.values) == cell.asked else f"{text} [{len(cell.values)} of {cell.asked}]"
+        text
+        if len(cell.values) == cell.expected
+        else f"{text} [{len(cell.values)} of {cell.expected}]"
     )
 
 
-def reported(cell: Cell) -> str:
+def paper_figure(cell: Cell) -> str:
     """The paper's figure, in parentheses."""
     return "" if cell.paper is None else f" ({cell.paper:.2f})"
 
@@ -58,7 +60,7 @@ def best(rows: Sequence[Row]) -> set[tuple[int, int]]:
     """Where the largest mean of each column and group is, as rows and columns; all
     of them on ties of two digits.
     """
-    found: set[tuple[int, int]] = set()
+    positions: set[tuple[int, int]] = set()
     for group in {row.group for row in rows}:
         lines = [i for i, row in enumerate(rows) if row.group == group]
         for j in range(len(rows[0].cells)):
@@ -66,8 +68,8 @@ def best(rows: Sequence[Row]) -> set[tuple[int, int]]:
                 i: round(mean, 2) for i in lines if (mean := rows[i].cells[j].mean) is not None
             }
             if len(means) > 1:
-                found |= {(i, j) for i, mean in means.items() if mean == max(means.values())}
-    return found
+                positions |= {(i, j) for i, mean in means.items() if mean == max(means.values())}
+    return positions
 
 
 def markdown(table: Table) -> str:
@@ -82,7 +84,7 @@ def markdown(table: Table) -> str:
     bold = best(table.rows)
     for i, row in enumerate(table.rows):
         cells = [
-            (f"**{figure(cell)}**" if (i, j) in bold else figure(cell)) + reported(cell)
+            (f"**{figure(cell)}**" if (i, j) in bold else figure(cell)) + paper_figure(cell)
             for j, cell in enumerate(row.cells)
         ]
         lines.append(_line([*(_plain(text) for text in row.heading), *cells]))
@@ -112,23 +114,25 @@ def latex(table: Table) -> str:
     depth = max((len(column) for column in table.columns), default=1)
     for level in range(depth):
         names = [escape(text) if level == depth - 1 else "" for text in table.headings]
-        lines.append(_latex_line([*names, *_spanned(table.columns, level)]))
+        lines.append(_latex_line([*names, *_spanned_headings(table.columns, level)]))
     lines.append(r"    \midrule")
     for i, row in enumerate(table.rows):
         if i and row.heading[0] != table.rows[i - 1].heading[0]:
             lines.append(r"    \addlinespace")
-        again = i > 0 and row.heading[:-1] == table.rows[i - 1].heading[:-1] and bool(row.group)
+        repeats_heading = (
+            i > 0 and row.heading[:-1] == table.rows[i - 1].heading[:-1] and bool(row.group)
+        )
         names = [
-            "" if again and j < len(row.heading) - 1 else escape(text)
+            "" if repeats_heading and j < len(row.heading) - 1 else escape(text)
             for j, text in enumerate(row.heading)
         ]
         cells = []
         for j, cell in enumerate(row.cells):
             text = escape(figure(cell))
-            theirs = (
-                rf" {{\footnotesize{escape(reported(cell))}}}" if cell.paper is not None else ""
+            paper_text = (
+                rf" {{\footnotesize{escape(paper_figure(cell))}}}" if cell.paper is not None else ""
             )
-            cells.append((rf"\textbf{{{text}}}" if (i, j) in bold else text) + theirs)
+            cells.append((rf"\textbf{{{text}}}" if (i, j) in bold else text) + paper_text)
         lines.append(_latex_line([*names, *cells]))
     lines += [r"    \bottomrule", r"  \end{tabular}"]
     lines += [rf"  \par\smallskip\footnotesize {escape(note)}" for note in table.notes]
@@ -139,7 +143,7 @@ def _latex_line(cells: Sequence[str]) -> str:
     return f"    {' & '.join(cells)} \\\\"
 
 
-def _spanned(columns: Sequence[Sequence[str]], level: int) -> list[str]:
+def _spanned_headings(columns: Sequence[Sequence[str]], level: int) -> list[str]:
     """One line of the head; equal headings beside each other, under the same ones, become one."""
     cells: list[str] = []
     start = 0
@@ -174,25 +178,30 @@ def tidy(table: Table) -> str:
 
 def terminal(table: Table) -> rich.table.Table:
     """For the console."""
-    shown = rich.table.Table(title=Text(table.caption), title_justify="left")
+    console_table = rich.table.Table(title=Text(table.caption), title_justify="left")
     for heading in table.headings:
-        shown.add_column(heading)
+        console_table.add_column(heading)
     for column in table.columns:
-        shown.add_column("\n".join(column), justify="right", no_wrap=True)
+        console_table.add_column("\n".join(column), justify="right", no_wrap=True)
     bold = best(table.rows)
     for i, row in enumerate(table.rows):
         if i and row.group and row.heading[0] != table.rows[i - 1].heading[0]:
-            shown.add_section()
+            console_table.add_section()
         cells = [
-            Text.assemble((figure(cell), "bold" if (i, j) in bold else ""), (reported(cell), "dim"))
+            Text.assemble(
+                (figure(cell), "bold" if (i, j) in bold else ""), (paper_figure(cell), "dim")
+            )
             for j, cell in enumerate(row.cells)
         ]
-        again = i > 0 and bool(row.group) and row.heading[:-1] == table.rows[i - 1].heading[:-1]
+        repeats_heading = (
+            i > 0 and bool(row.group) and row.heading[:-1] == table.rows[i - 1].heading[:-1]
+        )
         names = [
-            "" if again and j < len(row.heading) - 1 else text for j, text in enumerate(row.heading)
+            "" if repeats_heading and j < len(row.heading) - 1 else text
+            for j, text in enumerate(row.heading)
         ]
-        shown.add_row(*map(Text, names), *cells)
-    return shown
+        console_table.add_row(*map(Text, names), *cells)
+    return console_table
 
 
 WRITERS: dict[str, Callable[[Table], str]] = {"md": markdown, "tex": latex, "csv": tidy}

@@ -30,16 +30,22 @@ from fednoro.data.federation import Federation
 from fednoro.detection.indicators import INDICATORS
 from fednoro.experiment import simulation
 from fednoro.experiment.checkpoint import Snapshot, checkpoints, load_checkpoint, write_checkpoint
-from fednoro.experiment.config.configuration import Config, anchored, dump, flat, resolve
+from fednoro.experiment.config.configuration import (
+    Config,
+    dump,
+    flatten_config,
+    resolve,
+    with_absolute_paths,
+)
 from fednoro.experiment.drive import Run, Watcher
 from fednoro.experiment.rounds import Turn
 from fednoro.experiment.run_folder.run_files import LOGS, RunFolder
 from fednoro.methods import FedLA, FedNoRo, Method
 from fednoro.report import write_or_warn
 
-PLACE_ONLY = ("name", "out", "checkpoint_every")  # what a run's numbers do not depend on
-ANNOTATED = ("data.", "split.", "partition.", "noise.", "model.", "train.augment.")
-ANNOTATED_KEYS = (
+KEYS_WITHOUT_EFFECT = ("name", "out", "checkpoint_every")  # what a run's numbers do not depend on
+FEDERATION_SECTIONS = ("data.", "split.", "partition.", "noise.", "model.", "train.augment.")
+FEDERATION_KEYS = (
     "train.batch",
     "train.lr",
     "train.weight_decay",
@@ -95,13 +101,15 @@ class Federate(Job):
 class Train(Job):
     """A run, from a federation that exists and perhaps from rounds that were played before."""
 
-    played: Train | None = None
+    earlier_run: Train | None = None
     stage: str = "training"  # what this run calls those rounds
     keep: bool = False  # keep each round's model
 
     @property
     def rounds(self) -> int:
-        return self.config.train.rounds - (self.played.config.train.rounds if self.played else 0)
+        return self.config.train.rounds - (
+            self.earlier_run.config.train.rounds if self.earlier_run else 0
+        )
 
     @property
     def done(self) -> bool:
@@ -111,20 +119,25 @@ class Train(Job):
         stored = self.path / "config.yaml"
         if not stored.exists():
             return
-        there, asked = flat(resolve(stored)), flat(anchored(self.config))
-        written = yaml.safe_load(stored.read_text(encoding="utf-8"))["method"]
-        options = dict.fromkeys(key.split(".")[1] for key in asked if key.startswith("method."))
-        if newer := [name for name in options if name not in written]:
+        stored_values = flatten_config(resolve(stored))
+        requested_values = flatten_config(with_absolute_paths(self.config))
+        stored_method = yaml.safe_load(stored.read_text(encoding="utf-8"))["method"]
+        options = dict.fromkeys(
+            key.split(".")[1] for key in requested_values if key.startswith("method.")
+        )
+        if new_options := [name for name in options if name not in stored_method]:
             message = (
                 f"{self.path} was made by an earlier version, which had no "
-                f"method.{newer[0]}: use another --out"
+                f"method.{new_options[0]}: use another --out"
             )
             raise UserError(message)
-        for key in (key for key in {**asked, **there} if key not in PLACE_ONLY):
-            if there.get(key) != asked.get(key):
+        for key in (
+            key for key in {**requested_values, **stored_values} if key not in KEYS_WITHOUT_EFFECT
+        ):
+            if stored_values.get(key) != requested_values.get(key):
                 raise UserError(
-                    f"{self.path} was made with {key}={there.get(key)}, asked is "
-                    f"{asked.get(key)}: use another --out"
+                    f"{self.path} was made with {key}={stored_values.get(key)}, asked is "
+                    f"{requested_values.get(key)}: use another --out"
                 )
 
     def perform(self, watcher: Watcher) -> None:
@@ -134,11 +147,11 @@ class Train(Job):
             begin(
                 self.config,
                 self.needs[0].path,
-                self.played.path if self.played else None,
+                self.earlier_run.path if self.earlier_run else None,
                 self.stage,
             )
-        kept = _Keeper(watcher, self.path / "models") if self.keep else watcher
-        simulation.resume(self.path, kept, write_or_warn)
+        run_watcher = _ModelSaver(watcher, self.path / "models") if self.keep else watcher
+        simulation.resume(self.path, run_watcher, write_or_warn)
 
 
 def _clear(folder: RunFolder) -> None:
@@ -149,7 +162,7 @@ def _clear(folder: RunFolder) -> None:
         shutil.rmtree(folder.path)
 
 
-class _Keeper(Watcher):
+class _ModelSaver(Watcher):
     """Writes every round's model beside the checkpoints, then tells the other watcher."""
 
     def __init__(self, other: Watcher, folder: Path) -> None:
@@ -188,7 +201,7 @@ class _Keeper(Watcher):
 class Score(Job):
     """What every client measures with a warm-up's models: the indicators, K×D each."""
 
-    after: tuple[int, ...] = ()  # of which rounds
+    after_rounds: tuple[int, ...] = ()  # of which rounds
     indicators: tuple[str, ...] = tuple(INDICATORS)
 
     @property
@@ -200,12 +213,12 @@ class Score(Job):
         federation = Federation.load(self.warmup / "split.npz")
         with simulation.laboratory(self.config, watcher) as lab:
             lab.engine.serve(federation.clients())
-            for done, number in enumerate(self.after):
-                watcher.progress("scoring clients", done, len(self.after))
+            for done, number in enumerate(self.after_rounds):
+                watcher.progress("scoring clients", done, len(self.after_rounds))
                 weights = _model_after(self.warmup, number)
                 weights = replace(weights, values=weights.values.to(lab.engine.device))
                 tasks = {k: Task("score", number, weights) for k in range(len(federation.parts))}
-                for item in lab.engine.exchange(_Measure(self.indicators), tasks):
+                for item in lab.engine.exchange(_IndicatorMethod(self.indicators), tasks):
                     if isinstance(item, Failure):
                         raise item.error or RuntimeError(item.reason)
                     for name, row in item.arrays.items():
@@ -222,7 +235,7 @@ class Score(Job):
 
 
 @dataclass(frozen=True)
-class _Measure(Method):
+class _IndicatorMethod(Method):
     """Every client's indicators on its own data with the model it is sent."""
 
     names: tuple[str, ...] = ()
@@ -236,8 +249,8 @@ class _Measure(Method):
 
 
 def _model_after(folder: Path, number: int) -> Weights:
-    kept = folder / "models" / f"round-{number:05d}.safetensors"
-    if not kept.exists():
+    path = folder / "models" / f"round-{number:05d}.safetensors"
+    if not path.exists():
         state = load_checkpoint(checkpoints(RunFolder(folder))[-1]).state
         if state.round != number:
             raise UserError(
@@ -245,7 +258,7 @@ def _model_after(folder: Path, number: int) -> Weights:
                 "delete that folder to make it again"
             )
         return state.model
-    with safe_open(kept, framework="pt") as file:
+    with safe_open(path, framework="pt") as file:
         segments = tuple(json.loads((file.metadata() or {})["segments"]))
         return Weights(file.get_tensor("values"), file.get_tensor("counters"), segments)
 
@@ -254,7 +267,7 @@ def _model_after(folder: Path, number: int) -> Weights:
 
 
 def begin(
-    config: Config, federation: Path, played: Path | None = None, stage: str = "training"
+    config: Config, federation: Path, earlier_run: Path | None = None, stage: str = "training"
 ) -> Path:
     """Makes a run folder that `experiment.resume` carries on, from a federation and
     rounds that were made before.
@@ -266,14 +279,14 @@ def begin(
     Args:
         config: of the run, with a name.
         federation: a folder with split.npz and split.csv.
-        played: a run folder, whose newest checkpoint and logs are taken over.
+        earlier_run: a run folder, whose newest checkpoint and logs are taken over.
         stage: what this run calls those rounds.
     """
     folder = RunFolder(Path(config.out) / str(config.name))
     folder.create()
-    write_whole(folder.path / "config.yaml", dump(anchored(config)).encode())
-    if played is not None:
-        _take_over(folder, RunFolder(played), config.train.rounds, stage)
+    write_whole(folder.path / "config.yaml", dump(with_absolute_paths(config)).encode())
+    if earlier_run is not None:
+        _take_over(folder, RunFolder(earlier_run), config.train.rounds, stage)
     for name in ("split.csv", "split.npz"):
         write_whole(folder.path / name, (federation / name).read_bytes())
     return folder.path
@@ -301,12 +314,12 @@ def _take_over(folder: RunFolder, other: RunFolder, rounds: int, stage: str) -> 
 
 def federate(config: Config, out: Path) -> Federate:
     """The federation of a run, by all that it depends on: the method is not among it."""
-    known = {
+    values = {
         k: v
-        for k, v in flat(anchored(config)).items()
-        if k.startswith(ANNOTATED) or k in ANNOTATED_KEYS
+        for k, v in flatten_config(with_absolute_paths(config)).items()
+        if k.startswith(FEDERATION_SECTIONS) or k in FEDERATION_KEYS
     }
-    name = f"{_readable(config)}-{_digest(known)}"
+    name = f"{_readable_name(config)}-{_digest(values)}"
     return Federate(f"federations/{name}", config, out / "federations" / name)
 
 
@@ -316,17 +329,21 @@ def warm_up(
     """The first rounds of a run, by `method` in place of its own."""
     method = config.method if method is None else method
     federation = federate(config, out)
-    short = replace(
+    warmup_config = replace(
         config, method=method, train=replace(config.train, rounds=rounds), out=str(out / "warmups")
     )
-    known = {
-        k: v for k, v in flat(anchored(short)).items() if k not in (*PLACE_ONLY, "train.rounds")
+    values = {
+        k: v
+        for k, v in flatten_config(with_absolute_paths(warmup_config)).items()
+        if k not in (*KEYS_WITHOUT_EFFECT, "train.rounds")
     }
     kind = "fedla" if isinstance(method, FedLA) else "fedavg"
-    name = f"{_readable(config)}-{kind}-{rounds}rounds{'-each' if keep else ''}-{_digest(known)}"
+    name = (
+        f"{_readable_name(config)}-{kind}-{rounds}rounds{'-each' if keep else ''}-{_digest(values)}"
+    )
     return Train(
         f"warmups/{name}",
-        replace(short, name=name),
+        replace(warmup_config, name=name),
         out / "warmups" / name,
         (federation,),
         keep=keep,
@@ -340,7 +357,7 @@ def train(config: Config, out: Path) -> Train:
     )
 
 
-def sharing(runs: Sequence[Train], out: Path, warmup: int) -> list[Train]:
+def share_warmups(runs: Sequence[Train], out: Path, warmup: int) -> list[Train]:
     """The same runs, with the first rounds that two or more have in common played once.
 
     Args:
@@ -349,20 +366,22 @@ def sharing(runs: Sequence[Train], out: Path, warmup: int) -> list[Train]:
         warmup: rounds after which FedLA's runs are joined, as they have
             no first stage of their own.
     """
-    common: list[Train | None] = []
+    warmups: list[Train | None] = []
     for run in runs:
-        first = _first_rounds(run.config, warmup)
-        common.append(None if first is None else warm_up(run.config, out, first, FedLA()))
-    names = [job.name for job in common if job is not None]
+        round_count = _first_rounds(run.config, warmup)
+        warmups.append(
+            None if round_count is None else warm_up(run.config, out, round_count, FedLA())
+        )
+    names = [job.name for job in warmups if job is not None]
     return [
-        run if job is None or names.count(job.name) < 2 else _after(job, run)
-        for run, job in zip(runs, common, strict=True)
+        run if job is None or names.count(job.name) < 2 else _continue_from(job, run)
+        for run, job in zip(runs, warmups, strict=True)
     ]
 
 
-def _after(warmup: Train, run: Train) -> Train:
+def _continue_from(warmup: Train, run: Train) -> Train:
     stage = "warm-up" if type(run.config.method) is FedNoRo else "training"
-    return replace(run, needs=(*run.needs, warmup), played=warmup, stage=stage)
+    return replace(run, needs=(*run.needs, warmup), earlier_run=warmup, stage=stage)
 
 
 def _first_rounds(config: Config, warmup: int) -> int | None:
@@ -377,34 +396,36 @@ def _first_rounds(config: Config, warmup: int) -> int | None:
 
 def closure(targets: Sequence[Job]) -> list[Job]:
     """What is left to do for `targets`, each job after those it needs."""
-    left: dict[str, Job] = {}
+    open_jobs: dict[str, Job] = {}
 
     def visit(job: Job) -> None:
         job.check()
-        if job.done or job.name in left:
+        if job.done or job.name in open_jobs:
             return
         if not (isinstance(job, Train) and checkpoints(RunFolder(job.path))):
             # that has all it needs
             for need in job.needs:
                 visit(need)
-        left[job.name] = job
+        open_jobs[job.name] = job
 
     for target in targets:
         visit(target)
     # what others wait for, then the longest first
-    wanted = {need.name for job in left.values() for need in job.needs}
-    return sorted(left.values(), key=lambda job: (job.name not in wanted, _depth(job), -job.rounds))
+    needed_names = {need.name for job in open_jobs.values() for need in job.needs}
+    return sorted(
+        open_jobs.values(), key=lambda job: (job.name not in needed_names, _depth(job), -job.rounds)
+    )
 
 
 def _depth(job: Job) -> int:
     return 1 + max((_depth(need) for need in job.needs), default=0)
 
 
-def _readable(config: Config) -> str:
-    values = flat(config)
+def _readable_name(config: Config) -> str:
+    values = flatten_config(config)
     eta = f"-eta{values['noise.low']:g}-{values['noise.high']:g}" if values["noise.rate"] else ""
     return f"{values['data.name']}-rho{values['noise.rate']:g}{eta}-seed{config.seed}"
 
 
-def _digest(known: dict[str, object]) -> str:
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
+def _digest(values: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]

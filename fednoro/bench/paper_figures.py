@@ -15,7 +15,7 @@ import numpy as np
 from fednoro.bench import plots
 from fednoro.bench.jobs import Federate, Job, Score, federate, warm_up
 from fednoro.bench.paper import Setting
-from fednoro.bench.tables import FOUND, Cell, Grid, Row, Table, column, measured
+from fednoro.bench.tables import DETECTION_FIGURES, Cell, Grid, Row, Table, column, load_features
 from fednoro.core.types import IntArray
 from fednoro.data.federation import Federation
 from fednoro.detection.mixture import DetectionOverSeeds, detection_over_seeds, flagged_sets
@@ -40,13 +40,14 @@ class Partition(Grid):
     def jobs(self) -> list[Job]:
         return list(self.federations().values())
 
-    def fill(self, failed: Mapping[str, str]) -> Table:
+    def fill(self, failures: Mapping[str, str]) -> Table:
         records: list[Mapping[str, Any]] = []
         for (setting, seed), job in self.federations().items():
             if not job.done:
                 continue
-            made = Federation.load(job.path / "split.npz")
-            clean, observed = counts(made, made.clean), counts(made, made.observed)
+            federation = Federation.load(job.path / "split.npz")
+            clean = counts(federation, federation.clean)
+            observed = counts(federation, federation.observed)
             records += [
                 {
                     "figure": self.name,
@@ -54,15 +55,15 @@ class Partition(Grid):
                     **setting._asdict(),
                     "seed": seed,
                     "client": k,
-                    "client_name": made.names[k],
-                    "noisy": made.noisy is not None and bool(made.noisy[k]),
-                    "wrong": float(made.rates[k]),
+                    "client_name": federation.names[k],
+                    "noisy": federation.noisy is not None and bool(federation.noisy[k]),
+                    "wrong": float(federation.rates[k]),
                     "class": label,
                     "true": int(clean[k, c]),
                     "observed": int(observed[k, c]),
                 }
-                for k in range(len(made.parts))
-                for c, label in enumerate(made.classes)
+                for k in range(len(federation.parts))
+                for c, label in enumerate(federation.classes)
             ]
         return Table(
             self.name, f"Data distribution of {self.order.data}.", (), (), (), (), tuple(records)
@@ -73,12 +74,14 @@ class Partition(Grid):
         paths: list[Path] = []
         for (setting, seed), job in self.federations().items():
             if job.done:
-                made = Federation.load(job.path / "split.npz")
-                more = f"-{setting.slug}-seed{seed}" if len(self.federations()) > 1 else ""
+                federation = Federation.load(job.path / "split.npz")
+                suffix = f"-{setting.slug}-seed{seed}" if len(self.federations()) > 1 else ""
                 picture = plots.partition(
-                    made, counts(made, made.clean), counts(made, made.observed)
+                    federation,
+                    counts(federation, federation.clean),
+                    counts(federation, federation.observed),
                 )
-                paths += plots.write(picture, stem.with_name(f"{stem.name}{more}"))
+                paths += plots.write(picture, stem.with_name(f"{stem.name}{suffix}"))
         return paths
 
 
@@ -91,8 +94,8 @@ def counts(federation: Federation, labels: IntArray) -> IntArray:
 
 
 @functools.cache
-def _curve(path: Path, after: tuple[int, ...], mixture_seeds: int) -> list[DetectionOverSeeds]:
-    tables = [measured(path, "per_class_norm", number) for number in after]
+def _curve(path: Path, rounds: tuple[int, ...], mixture_seeds: int) -> list[DetectionOverSeeds]:
+    tables = [load_features(path, "per_class_norm", number) for number in rounds]
     return [
         detection_over_seeds(flagged_sets(features, mixture_seeds), truth)
         for features, truth in tables
@@ -108,22 +111,22 @@ class WarmUp(Grid):
 
     def scores(self) -> dict[tuple[Setting, int], Score]:
         """The scored warm-up of each setting and seed."""
-        order, found = self.order, {}
+        order, scores = self.order, {}
         for setting in self.settings:
             for seed in order.seeds:
                 config = order.config("fednoro", setting, seed)
                 longest = self.longest or min(3 * self.t1, config.train.rounds)
                 warmup = warm_up(config, order.out, longest, FedLA(), keep=True)
-                name, after = warmup.path.name, tuple(range(1, longest + 1))
-                found[setting, seed] = Score(
+                name, rounds = warmup.path.name, tuple(range(1, longest + 1))
+                scores[setting, seed] = Score(
                     f"scores/{name}",
                     warmup.config,
                     order.out / "scores" / f"{name}.npz",
                     (warmup,),
-                    after,
+                    rounds,
                     ("per_class_norm",),
                 )
-        return found
+        return scores
 
     @property
     def t1(self) -> int:
@@ -137,10 +140,13 @@ class WarmUp(Grid):
 
     def curves(self) -> dict[tuple[Setting, int], list[DetectionOverSeeds]]:
         """What the mixture finds after each round."""
-        done = {key: job for key, job in self.scores().items() if job.done}
-        return {key: _curve(job.path, job.after, self.mixture_seeds) for key, job in done.items()}
+        finished_jobs = {key: job for key, job in self.scores().items() if job.done}
+        return {
+            key: _curve(job.path, job.after_rounds, self.mixture_seeds)
+            for key, job in finished_jobs.items()
+        }
 
-    def fill(self, failed: Mapping[str, str]) -> Table:
+    def fill(self, failures: Mapping[str, str]) -> Table:
         curves = self.curves()
         records = tuple(
             {
@@ -150,23 +156,29 @@ class WarmUp(Grid):
                 "seed": seed,
                 "warmup": t,
                 "mixture_seeds": self.mixture_seeds,
-                **found._asdict(),
+                **detection._asdict(),
             }
             for (setting, seed), curve in curves.items()
-            for t, found in enumerate(curve, 1)
+            for t, detection in enumerate(curve, 1)
         )
         longest = max((len(curve) for curve in curves.values()), default=0)
         rows = []
         for t in range(1, longest + 1):
             cells = []
             for setting in self.settings:
-                here = [curve[t - 1] for (other, _), curve in curves.items() if other == setting]
+                detections = [
+                    curve[t - 1] for (other, _), curve in curves.items() if other == setting
+                ]
                 cells += [
-                    Cell(tuple(100 * found[i] for found in here), len(self.order.seeds))
-                    for i in range(len(FOUND))
+                    Cell(
+                        tuple(100 * detection[i] for detection in detections), len(self.order.seeds)
+                    )
+                    for i in range(len(DETECTION_FIGURES))
                 ]
             rows.append(Row((str(t),), tuple(cells)))
-        columns = tuple((*column(setting), figure) for setting in self.settings for figure in FOUND)
+        columns = tuple(
+            (*column(setting), figure) for setting in self.settings for figure in DETECTION_FIGURES
+        )
         caption = f"Noisy-client detection (%) on {self.order.data} after T1 rounds of warm-up."
         return Table(self.name, caption, ("T1",), columns, tuple(rows), (), records)
 

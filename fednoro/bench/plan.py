@@ -16,7 +16,7 @@ from fednoro.methods import METHODS, Method
 
 # Options that count rounds: they shrink and grow with `--rounds`, so that a short
 # version keeps its proportions.
-IN_ROUNDS = {
+ROUND_OPTIONS = {
     "fednoro": ("warmup", "ramp_end"),
     "fedlsr": ("warmup",),
     "rofl": ("warmup", "gradual"),
@@ -24,7 +24,7 @@ IN_ROUNDS = {
     "fedcorr-la": ("finetune",),
     "fednoro-plus": ("warmup", "purge", "correct_every"),
 }
-INSTEAD = {
+BENCH_OPTIONS = {
     "seed": "--seeds",
     "out": "--out",
     "name": "the names that bench gives",
@@ -50,9 +50,10 @@ class Order:
     def __post_init__(self) -> None:
         for override in self.overrides:
             key = override.partition("=")[0].strip()
-            if key in INSTEAD:
+            if key in BENCH_OPTIONS:
                 raise UserError(
-                    f"override {override!r}: bench sets {key} for each run; use {INSTEAD[key]}"
+                    f"override {override!r}: bench sets {key} for each run; "
+                    f"use {BENCH_OPTIONS[key]}"
                 )
             if key.startswith("method."):
                 option = key.removeprefix("method.")
@@ -89,35 +90,36 @@ class Order:
         method = row if method is None else method
         noise = [f"noise.{key}={value!r}" for key, value in setting._asdict().items()]
         name = f"{self.data}-{row.replace(':', '.')}-{setting.slug}-seed{seed}"
-        varied = [
+        run_overrides = [
             f"method={method}",
             *options,
-            *self._shortened(method),
+            *self._scaled_options(method),
             *noise,
             f"seed={seed}",
             f"name={name}",
         ]
-        config = resolve(self.source, [*self.overrides, *varied])
+        config = resolve(self.source, [*self.overrides, *run_overrides])
         return dataclasses.replace(config, out=str(self.out.absolute() / "runs"))
 
-    def _shortened(self, method: str) -> list[str]:
+    def _scaled_options(self, method: str) -> list[str]:
         if self.rounds is None:
             return []
         base = self.base(method)
-        given = {override.partition("=")[0].strip() for override in self.overrides}
-        share, scaled = self.rounds / base.train.rounds, [f"train.rounds={self.rounds}"]
-        for option in _in_rounds(type(base.method)):
+        overridden_keys = {override.partition("=")[0].strip() for override in self.overrides}
+        share, options = self.rounds / base.train.rounds, [f"train.rounds={self.rounds}"]
+        for option in _round_options(type(base.method)):
             value = getattr(base.method, option)
-            if value is not None and f"methods.{method}.{option}" not in given:
-                scaled.append(f"method.{option}={max(1, round(value * share))}")
-        return scaled
+            if value is not None and f"methods.{method}.{option}" not in overridden_keys:
+                options.append(f"method.{option}={max(1, round(value * share))}")
+        return options
 
 
-def _in_rounds(kind: type[Method]) -> tuple[str, ...]:
+def _round_options(kind: type[Method]) -> tuple[str, ...]:
     """Which options count rounds: a method's own, or those of the one that it extends."""
-    names = {known: name for name, known in METHODS.items()}
+    names = {method: name for name, method in METHODS.items()}
     return next(
-        (IN_ROUNDS[names[base]] for base in kind.__mro__ if names.get(base) in IN_ROUNDS), ()
+        (ROUND_OPTIONS[names[base]] for base in kind.__mro__ if names.get(base) in ROUND_OPTIONS),
+        (),
     )
 
 

@@ -106,7 +106,7 @@ def partition(federation: Federation, clean: IntArray, observed: IntArray) -> An
 def _partition_legend(figure: Any, area: float, largest: int, noisy: bool) -> None:
     from matplotlib.lines import Line2D
 
-    sizes = sorted({max(1, _rounded(largest * share)) for share in (0.1, 0.4, 1.0)})
+    sizes = sorted({max(1, _round_down(largest * share)) for share in (0.1, 0.4, 1.0)})
     marks = [
         ("clean client", BLUE, 0.35 * area),
         *([("noisy client", VERMILION, 0.35 * area)] if noisy else []),
@@ -136,7 +136,7 @@ def _partition_legend(figure: Any, area: float, largest: int, noisy: bool) -> No
     )
 
 
-def _rounded(value: float) -> int:
+def _round_down(value: float) -> int:
     """To one or two leading digits, as people would."""
     digits = 10 ** max(len(str(int(value))) - 1, 0)
     return int(value // digits * digits) if value >= 10 else int(value)
@@ -170,7 +170,7 @@ def detection(panels: Mapping[tuple[str, ...], FloatArray], t1: int) -> Any:
                         rounds, values.min(0), values.max(0), color=colour, alpha=0.13, linewidth=0
                     )
                 # in turns, so that equal curves do not hide each other's marks
-                every = max(3, len(rounds) // 8)
+                spacing = max(3, len(rounds) // 8)
                 axes.plot(
                     rounds,
                     values.mean(0),
@@ -180,7 +180,7 @@ def detection(panels: Mapping[tuple[str, ...], FloatArray], t1: int) -> Any:
                     linewidth=1.3,
                     marker=marker,
                     markersize=3.5,
-                    markevery=(i * every // 3, every),
+                    markevery=(i * spacing // 3, spacing),
                 )
             axes.set(
                 xlabel="Rounds of warm-up",

@@ -28,13 +28,13 @@ class Board:
         self.console, self.quiet = console, quiet
         self.total, self.done = len(jobs) + done, done
         self._weights = {job.name: float(max(job.rounds, 1)) for job in jobs}
-        self._reached = dict.fromkeys(self._weights, 0.0)
-        self._first: dict[str, int] = {}  # the round a job went on from
+        self._rounds_done = dict.fromkeys(self._weights, 0.0)
+        self._first_rounds: dict[str, int] = {}  # the round a job went on from
         self._status: dict[str, str] = {}
         self._results: dict[str, str] = {}
-        self._said = time.monotonic()
-        self._since: float | None = None  # when the first round began
-        self._seen: set[str] = set()
+        self._last_line_time = time.monotonic()
+        self._start_time: float | None = None  # when the first round began
+        self._shown_warnings: set[str] = set()
         self._tasks: dict[str, TaskID] = {}
         self._bar: Progress | None = None
         if console.is_terminal and not quiet and jobs:
@@ -47,7 +47,7 @@ class Board:
                 transient=True,
             )
             self._bar.start()
-            self._whole = self._bar.add_task(
+            self._total_task = self._bar.add_task(
                 "[bold]all[/]", total=sum(self._weights.values()), figures=""
             )
             self._show()
@@ -57,47 +57,47 @@ class Board:
         """Seconds left, if every round takes as long as those so far on
         average; None before the first.
         """
-        played = sum(self._reached[name] for name in self._first)
-        if self._since is None or not played:
+        rounds_played = sum(self._rounds_done[name] for name in self._first_rounds)
+        if self._start_time is None or not rounds_played:
             return None
-        left = sum(self._weights.values()) - sum(self._reached.values())
-        return (time.monotonic() - self._since) / played * left
+        rounds_left = sum(self._weights.values()) - sum(self._rounds_done.values())
+        return (time.monotonic() - self._start_time) / rounds_played * rounds_left
 
-    def begun(self, job: Job) -> None:
+    def on_start(self, job: Job) -> None:
         self._status[job.name] = "starting"
         if self._bar is not None:
             self._tasks[job.name] = self._bar.add_task(
                 f"  {escape(job.name)}", total=None, figures="starting"
             )
 
-    def heard(self, job: Job, what: str, details: Any) -> None:
-        if what == "warned":
+    def on_message(self, job: Job, message: str, details: Any) -> None:
+        if message == "warned":
             # The same trouble in many runs is said once; each run's rounds.jsonl has its own.
-            if details not in self._seen and not self.quiet:
-                self._seen.add(details)
+            if details not in self._shown_warnings and not self.quiet:
+                self._shown_warnings.add(details)
                 self._say(f"[yellow]warning:[/] {escape(job.name)}: {escape(details)}")
             return
-        if what == "result":
+        if message == "result":
             best, last = details
             self._results[job.name] = f"Best {best:.2%}, Last {last:.2%}"
-        elif what == "progress":
+        elif message == "progress":
             text, done, total = details
             self._update(job, text, done, total, f"{text} {f'{done}/{total}' if total else done}")
         else:
             done, total, bacc = details
-            self._since = self._since or time.monotonic()
-            first = self._first.setdefault(job.name, done)
-            self._weights[job.name], self._reached[job.name] = (
+            self._start_time = self._start_time or time.monotonic()
+            first = self._first_rounds.setdefault(job.name, done)
+            self._weights[job.name], self._rounds_done[job.name] = (
                 float(total - first),
                 float(done - first),
             )
             figures = f"round {done}/{total}" + ("" if bacc is None else f"  BACC {bacc:6.2%}")
             self._update(job, "round", done, total, figures)
 
-    def ended(self, job: Job, reason: str | None) -> None:
+    def on_end(self, job: Job, reason: str | None) -> None:
         self.done += 1
         self._status.pop(job.name, None)
-        self._reached[job.name] = self._weights[job.name]
+        self._rounds_done[job.name] = self._weights[job.name]
         if self._bar is not None and job.name in self._tasks:
             self._bar.remove_task(self._tasks.pop(job.name))
         if not self.quiet or reason is not None:
@@ -108,7 +108,7 @@ class Board:
             )
             self._say(
                 f"{self.done:>{len(str(self.total))}}/{self.total}  "
-                f"{escape(job.name)}  {outcome}{self._left()}"
+                f"{escape(job.name)}  {outcome}{self._eta_text()}"
             )
         self._show()
 
@@ -118,32 +118,34 @@ class Board:
             self._bar.stop()
             self._bar = None
 
-    def _left(self) -> str:
+    def _eta_text(self) -> str:
         if self._bar is not None or self.eta is None or self.done == self.total:
             return ""
         return f"  ETA {_span(self.eta)}"
 
-    def _update(self, job: Job, what: str, done: int, total: int, figures: str) -> None:
+    def _update(self, job: Job, activity: str, done: int, total: int, figures: str) -> None:
         self._status[job.name] = figures
         if self._bar is not None and job.name in self._tasks:
             self._bar.update(
                 self._tasks[job.name], completed=done, total=total or None, figures=figures
             )
             self._show()
-        elif not self.quiet and time.monotonic() - self._said > PLAIN_EVERY:
+        elif not self.quiet and time.monotonic() - self._last_line_time > PLAIN_EVERY:
             running = "; ".join(f"{name}: {status}" for name, status in self._status.items())
-            self._say(escape(f"running {running}") + self._left())
+            self._say(escape(f"running {running}") + self._eta_text())
 
     def _show(self) -> None:
         if self._bar is not None:
             figures = f"{self.done}/{self.total} jobs" + (
                 "" if self.eta is None else f"  ETA {_span(self.eta)}"
             )
-            reached, whole = sum(self._reached.values()), sum(self._weights.values())
-            self._bar.update(self._whole, completed=reached, total=whole, figures=figures)
+            rounds_done, rounds_total = sum(self._rounds_done.values()), sum(self._weights.values())
+            self._bar.update(
+                self._total_task, completed=rounds_done, total=rounds_total, figures=figures
+            )
 
     def _say(self, text: str) -> None:
-        self._said = time.monotonic()
+        self._last_line_time = time.monotonic()
         self.console.print(text, highlight=False, soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fednoro.bench import paper
-from fednoro.bench.jobs import Job, Score, Train, sharing, train, warm_up
+from fednoro.bench.jobs import Job, Score, Train, share_warmups, train, warm_up
 from fednoro.bench.paper import CLEAN, GRIDS, MILD, STRONG, Setting
 from fednoro.bench.plan import Order
 from fednoro.detection.indicators import INDICATORS
@@ -35,7 +35,7 @@ STAGE_2: dict[str, tuple[str, tuple[bool, bool, bool], str, tuple[str, ...]]] = 
     "fednoro": ("KD and DaAgg (FedNoRo)", (True, True, True), "fednoro", ()),
 }
 BEST_LAST = ("Best", "Last")
-FOUND = ("Re", "Pr", "MR")
+DETECTION_FIGURES = ("Re", "Pr", "MR")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Cell:
     """One figure in percent over the seeds, and the paper's."""
 
     values: tuple[float, ...] = ()
-    asked: int = 1
+    expected: int = 1
     paper: float | None = None
 
     @property
@@ -91,7 +91,7 @@ class Grid:
         """What the table needs at its end."""
         raise NotImplementedError
 
-    def fill(self, failed: Mapping[str, str]) -> Table:
+    def fill(self, failures: Mapping[str, str]) -> Table:
         """The table, from what is on disk."""
         raise NotImplementedError
 
@@ -113,59 +113,67 @@ class Comparison(Grid):
 
     def runs(self) -> dict[tuple[str, Setting, int], Train]:
         """The run of each row, setting and seed."""
-        order, found = self.order, {}
+        order, runs = self.order, {}
         rows = methods_of(self.rows, self.name == "table4")
         for setting in self.settings:
             for seed in order.seeds:
                 for row, (method, options) in rows.items():
                     label = row if method == row else f"fednoro-{row}"
-                    found[row, setting, seed] = train(
+                    runs[row, setting, seed] = train(
                         order.config(label, setting, seed, method, options), order.out
                     )
-        return found
+        return runs
 
     def jobs(self) -> list[Job]:
         runs, order = list(self.runs().values()), self.order
         warmup = order.config("fednoro", self.settings[0], 0).method
         assert isinstance(warmup, FedNoRo)
-        return [*sharing(runs, order.out, warmup.warmup)]
+        return [*share_warmups(runs, order.out, warmup.warmup)]
 
-    def fill(self, failed: Mapping[str, str]) -> Table:
+    def fill(self, failures: Mapping[str, str]) -> Table:
         runs = self.runs()
-        done = {key: load(job.path) for key, job in runs.items() if job.done}
+        finished_runs = {key: load(job.path) for key, job in runs.items() if job.done}
         rows = [
             Row(
                 (*self.heading(row), kind),
-                tuple(self.cell(row, setting, kind, done) for setting in self.settings),
+                tuple(self.cell(row, setting, kind, finished_runs) for setting in self.settings),
                 kind,
             )
             for row in self.rows
             for kind in BEST_LAST
         ]
-        records = [self.record(*key, job, done.get(key), failed) for key, job in runs.items()]
+        records = [
+            self.record(*key, job, finished_runs.get(key), failures) for key, job in runs.items()
+        ]
         columns = tuple(map(column, self.settings))
         return Table(
             self.name, self.caption(), self.headings(), columns, tuple(rows), (), tuple(records)
         )
 
     def cell(
-        self, row: str, setting: Setting, kind: str, done: Mapping[tuple[str, Setting, int], Run]
+        self,
+        row: str,
+        setting: Setting,
+        kind: str,
+        finished_runs: Mapping[tuple[str, Setting, int], Run],
     ) -> Cell:
         """Best or Last of the runs there are."""
-        seeds, reported = self.order.seeds, self.reported(row, setting)
+        seeds, paper_result = self.order.seeds, self.paper_result(row, setting)
         values = [
-            getattr(done[row, setting, s], kind.lower()) for s in seeds if (row, setting, s) in done
+            getattr(finished_runs[row, setting, s], kind.lower())
+            for s in seeds
+            if (row, setting, s) in finished_runs
         ]
-        theirs = None if reported is None else float(getattr(reported, kind.lower()))
-        return Cell(tuple(100 * value for value in values), len(seeds), theirs)
+        paper_value = None if paper_result is None else float(getattr(paper_result, kind.lower()))
+        return Cell(tuple(100 * value for value in values), len(seeds), paper_value)
 
-    def reported(self, row: str, setting: Setting) -> paper.BestLast | None:
+    def paper_result(self, row: str, setting: Setting) -> paper.BestLast | None:
         """The paper's figures, where it has this data set and setting."""
         data = self.order.data
         if self.name != "table4":
             return paper.BACC.get(data, {}).get((row, setting))
-        same = paper.TABLE_4_SETTINGS.get(data) == setting
-        return paper.TABLE_4[data][row] if same else None
+        same_setting = paper.TABLE_4_SETTINGS.get(data) == setting
+        return paper.TABLE_4[data][row] if same_setting else None
 
     def heading(self, row: str) -> tuple[str, ...]:
         if self.name == "table4":
@@ -193,7 +201,7 @@ class Comparison(Grid):
         seed: int,
         job: Train,
         run: Run | None,
-        failed: Mapping[str, str],
+        failures: Mapping[str, str],
     ) -> dict[str, Any]:
         """One line of the CSV."""
         facts: dict[str, Any] = {
@@ -204,15 +212,18 @@ class Comparison(Grid):
             "seed": seed,
             "rounds": job.config.train.rounds,
         }
-        reported = self.reported(row, setting)
-        found = (run.detection or {}) if run is not None else {}
+        paper_result = self.paper_result(row, setting)
+        detection = (run.detection or {}) if run is not None else {}
         for key in ("best", "last", "final", "best_by_validation", "seconds"):
             facts[key] = None if run is None else getattr(run, key)
-        facts |= {f"detection_{key}": found.get(key) for key in ("recall", "precision", "exact")}
         facts |= {
-            f"paper_{key}": reported and getattr(reported, key) / 100 for key in ("best", "last")
+            f"detection_{key}": detection.get(key) for key in ("recall", "precision", "exact")
         }
-        return facts | {"folder": f"runs/{job.path.name}", "failed": failed.get(job.name)}
+        facts |= {
+            f"paper_{key}": paper_result and getattr(paper_result, key) / 100
+            for key in ("best", "last")
+        }
+        return facts | {"folder": f"runs/{job.path.name}", "failed": failures.get(job.name)}
 
 
 @dataclass(frozen=True)
@@ -225,7 +236,7 @@ class Indicators(Grid):
 
     def scores(self) -> dict[tuple[Setting, int, bool], Score]:
         """The scored warm-up of each setting and seed, with and without LA."""
-        order, found = self.order, {}
+        order, scores = self.order, {}
         for setting in self.settings:
             for seed in order.seeds:
                 config = order.config("fednoro", setting, seed)
@@ -234,29 +245,31 @@ class Indicators(Grid):
                 for adjusted, method in ((False, Method()), (True, FedLA())):
                     warmup = warm_up(config, order.out, rounds, method)
                     path = order.out / "scores" / f"{warmup.path.name}.npz"
-                    found[setting, seed, adjusted] = Score(
+                    scores[setting, seed, adjusted] = Score(
                         f"scores/{warmup.path.name}",
                         warmup.config,
                         path,
                         (warmup,),
-                        after=(rounds,),
+                        after_rounds=(rounds,),
                     )
-        return found
+        return scores
 
     def jobs(self) -> list[Job]:
         return list(self.scores().values())
 
-    def fill(self, failed: Mapping[str, str]) -> Table:
-        records, found = [], {}
+    def fill(self, failures: Mapping[str, str]) -> Table:
+        records, percents = [], {}
         for (setting, seed, adjusted), job in self.scores().items():
             for name in INDICATORS:
                 figures = None
                 if job.done:
-                    features, truth = measured(job.path, name, job.after[-1])
+                    features, truth = load_features(job.path, name, job.after_rounds[-1])
                     figures = detection_over_seeds(
                         flagged_sets(features, self.mixture_seeds), truth
                     )
-                    found[setting, seed, adjusted, name] = tuple(100 * value for value in figures)
+                    percents[setting, seed, adjusted, name] = tuple(
+                        100 * value for value in figures
+                    )
                 facts = {
                     "table": self.name,
                     "data": self.order.data,
@@ -266,27 +279,30 @@ class Indicators(Grid):
                 facts |= {
                     **setting._asdict(),
                     "seed": seed,
-                    "warmup": job.after[-1],
+                    "warmup": job.after_rounds[-1],
                     "mixture_seeds": self.mixture_seeds,
                 }
                 for i, key in enumerate(("recall", "precision", "match")):
                     facts[key] = None if figures is None else figures[i]
-                    reported = self.reported(setting, name, adjusted)
-                    facts[f"paper_{key}"] = None if reported is None else reported[i] / 100
+                    paper_result = self.paper_result(setting, name, adjusted)
+                    facts[f"paper_{key}"] = None if paper_result is None else paper_result[i] / 100
                 records.append(
-                    facts | {"folder": f"warmups/{job.warmup.name}", "failed": failed.get(job.name)}
+                    facts
+                    | {"folder": f"warmups/{job.warmup.name}", "failed": failures.get(job.name)}
                 )
         rows = [
-            self.row(name, adjusted, found) for name in INDICATORS for adjusted in (False, True)
+            self.row(name, adjusted, percents) for name in INDICATORS for adjusted in (False, True)
         ]
-        columns = [(*column(setting), figure) for setting in self.settings for figure in FOUND]
+        columns = [
+            (*column(setting), figure) for setting in self.settings for figure in DETECTION_FIGURES
+        ]
         caption = (
             f"Noisy-client detection (%) on {self.order.data}: first-stage ablation of FedNoRo."
         )
         headings = ("Indicator", "LA", "Per class", "Norm.")
         return Table(self.name, caption, headings, tuple(columns), tuple(rows), (), tuple(records))
 
-    def reported(
+    def paper_result(
         self, setting: Setting, name: str, adjusted: bool
     ) -> tuple[float, float, float] | None:
         if self.order.data != "ich":
@@ -297,30 +313,30 @@ class Indicators(Grid):
         self,
         name: str,
         adjusted: bool,
-        found: Mapping[tuple[Setting, int, bool, str], tuple[float, ...]],
+        percents: Mapping[tuple[Setting, int, bool, str], tuple[float, ...]],
     ) -> Row:
         seeds, cells = self.order.seeds, []
         for setting in self.settings:
-            here = [
-                found[setting, seed, adjusted, name]
+            seed_figures = [
+                percents[setting, seed, adjusted, name]
                 for seed in seeds
-                if (setting, seed, adjusted, name) in found
+                if (setting, seed, adjusted, name) in percents
             ]
-            reported = self.reported(setting, name, adjusted)
+            paper_result = self.paper_result(setting, name, adjusted)
             cells += [
                 Cell(
-                    tuple(values[i] for values in here),
+                    tuple(values[i] for values in seed_figures),
                     len(seeds),
-                    None if reported is None else reported[i],
+                    None if paper_result is None else paper_result[i],
                 )
-                for i in range(len(FOUND))
+                for i in range(len(DETECTION_FIGURES))
             ]
         title = INDICATORS[name].title.partition(",")[0]
         marks = (adjusted, name.startswith("per_class"), name == "per_class_norm")
         return Row((title, *("✓" if mark else "✗" for mark in marks)), tuple(cells))
 
 
-def measured(path: Path, name: str, number: int) -> tuple[Any, Any]:
+def load_features(path: Path, name: str, number: int) -> tuple[Any, Any]:
     """An indicator's features, K×D, after a round, and who is noisy."""
     with np.load(path) as file:
         return INDICATORS[name].features(file[f"{name}/{number}"]), file["noisy"]
@@ -345,14 +361,14 @@ def paper_grid(name: str, data: str) -> tuple[tuple[float, ...], tuple[tuple[flo
     for data that it does not have.
     """
     if name == "table1":
-        chosen: Sequence[Setting] = GRIDS["ich"]
+        settings: Sequence[Setting] = GRIDS["ich"]
     elif name == "table2":
-        chosen = GRIDS["isic2019"]
+        settings = GRIDS["isic2019"]
     elif name == "table3":
-        chosen = tuple(paper.TABLE_3)
+        settings = tuple(paper.TABLE_3)
     elif name == "table4":
-        chosen = (paper.TABLE_4_SETTINGS.get(data, paper.TABLE_4_SETTINGS["isic2019"]),)
+        settings = (paper.TABLE_4_SETTINGS.get(data, paper.TABLE_4_SETTINGS["isic2019"]),)
     else:
-        chosen = (Setting(0.4, *(MILD if data == "ich" else STRONG)),)
-    rates = tuple(dict.fromkeys(setting.rate for setting in chosen))
-    return rates, tuple(dict.fromkeys((s.low, s.high) for s in chosen if s.rate))
+        settings = (Setting(0.4, *(MILD if data == "ich" else STRONG)),)
+    rates = tuple(dict.fromkeys(setting.rate for setting in settings))
+    return rates, tuple(dict.fromkeys((s.low, s.high) for s in settings if s.rate))

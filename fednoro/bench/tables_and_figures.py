@@ -99,9 +99,10 @@ class Wish:
             return Comparison(order, settings, tuple(STAGE_2), name=name)
         for method in self.methods or ():
             if method not in REGISTERED and ":" not in method:
-                known = ", ".join(REGISTERED)
+                method_names = ", ".join(REGISTERED)
                 raise UserError(
-                    f"--methods must be among {known}, or module:Class of your own; got {method!r}"
+                    f"--methods must be among {method_names}, or module:Class of your own; "
+                    f"got {method!r}"
                 )
         return Comparison(order, settings, tuple(dict.fromkeys(self.methods or METHODS)), name=name)
 
@@ -114,29 +115,29 @@ def make(
         matplotlib()  # before hours of work
     grids = {name: wish.grid(name) for name in names}
     out = next(iter(grids.values())).order.out
-    with _held(out):
+    with _lock_folder(out):
         targets = [job for grid in grids.values() for job in grid.jobs()]
-        left = closure(targets)
-        there = len({job.name for job in targets} - {job.name for job in left})
-        board = Board(console, left, there, quiet)
-        if left and not quiet:
+        open_jobs = closure(targets)
+        finished_count = len({job.name for job in targets} - {job.name for job in open_jobs})
+        board = Board(console, open_jobs, finished_count, quiet)
+        if open_jobs and not quiet:
             console.print(
-                f"{len(left)} jobs to do, {there} done before, in {out}",
+                f"{len(open_jobs)} jobs to do, {finished_count} done before, in {out}",
                 highlight=False,
                 soft_wrap=True,
             )
         try:
-            failed = perform_all(left, workers, board, out / "errors")
+            failures = perform_all(open_jobs, workers, board, out / "errors")
         finally:
             board.close()
         for name, grid in grids.items():
-            show(_written(grid, out / name, failed), console)
-    return failed
+            show(_write(grid, out / name, failures), console)
+    return failures
 
 
-def _written(grid: Grid, stem: Path, failed: Mapping[str, str]) -> tuple[Table, list[Path]]:
+def _write(grid: Grid, stem: Path, failures: Mapping[str, str]) -> tuple[Table, list[Path]]:
     """The filled table, or the data behind a figure, and the files that were written."""
-    table = _annotated(grid.fill(failed), grid, failed)
+    table = _with_notes(grid.fill(failures), grid, failures)
     pictures = grid.draw(stem)
     texts = {
         stem.with_name(f"{stem.name}.{kind}"): WRITERS[kind]
@@ -147,20 +148,20 @@ def _written(grid: Grid, stem: Path, failed: Mapping[str, str]) -> tuple[Table, 
     return table, [*pictures, *texts]
 
 
-def show(made: tuple[Table, list[Path]], console: Console) -> None:
+def show(output: tuple[Table, list[Path]], console: Console) -> None:
     """A table in full, however wide, with its notes, and which files hold it."""
-    table, paths = made
+    table, paths = output
     if table.rows:
-        shown = terminal(table)
-        room = console.options.update(width=10_000)
+        console_table = terminal(table)
+        wide_options = console.options.update(width=10_000)
         # A file or a pipe has no width, and a terminal folds long lines better than cells.
-        shown.width = console.measure(shown, options=room).maximum
-        console.print(shown, crop=False, soft_wrap=True)
+        console_table.width = console.measure(console_table, options=wide_options).maximum
+        console.print(console_table, crop=False, soft_wrap=True)
     for line in (*table.notes, f"written: {', '.join(map(str, paths))}"):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _annotated(table: Table, grid: Grid, failed: Mapping[str, str]) -> Table:
+def _with_notes(table: Table, grid: Grid, failures: Mapping[str, str]) -> Table:
     seeds = ", ".join(map(str, grid.order.seeds))
     notes = [
         f"Mean ± sample standard deviation over seeds {seeds}."
@@ -178,13 +179,13 @@ def _annotated(table: Table, grid: Grid, failed: Mapping[str, str]) -> Table:
         )
     if any(cell.paper is not None for row in table.rows for cell in row.cells):
         notes.append("In parentheses: the paper's figures.")
-    notes += [f"Failed: {name}: {reason}" for name, reason in failed.items()]
+    notes += [f"Failed: {name}: {reason}" for name, reason in failures.items()]
     notes.append(f"Made by: {shlex.join(['fednoro', *sys.argv[1:]])}")
     return replace(table, notes=tuple(notes))
 
 
 @contextmanager
-def _held(out: Path) -> Iterator[None]:
+def _lock_folder(out: Path) -> Iterator[None]:
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / ".lock").open("w")

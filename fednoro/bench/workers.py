@@ -33,9 +33,9 @@ Tell = Callable[[str, Any], None]  # (what happened, details)
 class Audience(Protocol):
     """Who is told how the jobs get on."""
 
-    def begun(self, job: Job) -> None: ...
-    def heard(self, job: Job, what: str, details: Any) -> None: ...
-    def ended(self, job: Job, reason: str | None) -> None: ...
+    def on_start(self, job: Job) -> None: ...
+    def on_message(self, job: Job, message: str, details: Any) -> None: ...
+    def on_end(self, job: Job, reason: str | None) -> None: ...
 
 
 class Reporter(Watcher):
@@ -43,8 +43,8 @@ class Reporter(Watcher):
     stops it when that is wanted.
     """
 
-    def __init__(self, tell: Tell, unwanted: Callable[[], bool] = lambda: False) -> None:
-        self.tell, self.unwanted = tell, unwanted
+    def __init__(self, tell: Tell, should_stop: Callable[[], bool] = lambda: False) -> None:
+        self.tell, self.should_stop = tell, should_stop
 
     def started(
         self, config: Config, folder: Path, federation: Federation, state: State, engine: str
@@ -53,7 +53,7 @@ class Reporter(Watcher):
 
     def progress(self, what: str, done: int, total: int) -> None:
         self.tell("progress", (what, done, total))
-        self._go_on()
+        self._check_stop()
 
     def warned(self, message: str) -> None:
         self.tell("warned", message)
@@ -61,13 +61,13 @@ class Reporter(Watcher):
     def turned(self, turn: Turn) -> None:
         if turn.evaluation is not None:
             self.tell("round", (turn.state.round, turn.state.rounds, turn.evaluation.bacc))
-        self._go_on()
+        self._check_stop()
 
     def finished(self, run: Run) -> None:
         self.tell("result", (run.best, run.last))
 
-    def _go_on(self) -> None:
-        if self.unwanted():
+    def _check_stop(self) -> None:
+        if self.should_stop():
             raise KeyboardInterrupt
 
 
@@ -82,27 +82,27 @@ def perform_all(
         audience: is told about everything.
         errors: a folder for the tracebacks of defects.
     """
-    failed: dict[str, str] = {}
+    failures: dict[str, str] = {}
     if workers == 1 or len(jobs) < 2:
         for job in jobs:
-            reason = _hindrance(job, failed)
+            reason = _blocking_reason(job, failures)
             if reason is None:
-                audience.begun(job)
-                reason = _performed(job, Reporter(partial(audience.heard, job)), errors)
-            _note(failed, job, reason, audience)
-        return failed
+                audience.on_start(job)
+                reason = _perform(job, Reporter(partial(audience.on_message, job)), errors)
+            _record_end(failures, job, reason, audience)
+        return failures
     pool = _Pool(min(workers, len(jobs)), audience, errors)
     try:
-        pool.perform(list(jobs), failed)
+        pool.perform(list(jobs), failures)
     except KeyboardInterrupt:
         pool.stop()
         raise
     finally:
         pool.close()
-    return failed
+    return failures
 
 
-def _performed(job: Job, watcher: Watcher, errors: Path) -> str | None:
+def _perform(job: Job, watcher: Watcher, errors: Path) -> str | None:
     """None, or why it failed."""
     try:
         job.perform(watcher)
@@ -118,15 +118,15 @@ def _performed(job: Job, watcher: Watcher, errors: Path) -> str | None:
     return None
 
 
-def _hindrance(job: Job, failed: dict[str, str]) -> str | None:
-    missing = next((need.name for need in job.needs if need.name in failed), None)
-    return None if missing is None else f"needs {missing}, which failed"
+def _blocking_reason(job: Job, failures: dict[str, str]) -> str | None:
+    failed_need = next((need.name for need in job.needs if need.name in failures), None)
+    return None if failed_need is None else f"needs {failed_need}, which failed"
 
 
-def _note(failed: dict[str, str], job: Job, reason: str | None, audience: Audience) -> None:
+def _record_end(failures: dict[str, str], job: Job, reason: str | None, audience: Audience) -> None:
     if reason is not None:
-        failed[job.name] = reason
-    audience.ended(job, reason)
+        failures[job.name] = reason
+    audience.on_end(job, reason)
 
 
 @dataclass
@@ -151,79 +151,85 @@ class _Pool:
         self._context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._stop = self._context.Event()
 
-    def perform(self, left: list[Job], failed: dict[str, str]) -> None:
-        while left or self._busy():
-            self._assign(left, failed)
-            for worker in self._heard():
-                self._receive(worker, failed)
+    def perform(self, open_jobs: list[Job], failures: dict[str, str]) -> None:
+        while open_jobs or self._busy_workers():
+            self._assign(open_jobs, failures)
+            for worker in self._ready_workers():
+                self._receive(worker, failures)
 
-    def _assign(self, left: list[Job], failed: dict[str, str]) -> None:
-        while hindered := next((job for job in left if _hindrance(job, failed)), None):
+    def _assign(self, open_jobs: list[Job], failures: dict[str, str]) -> None:
+        while blocked_job := next(
+            (job for job in open_jobs if _blocking_reason(job, failures)), None
+        ):
             # one may hinder the next
-            left.remove(hindered)
-            _note(failed, hindered, _hindrance(hindered, failed), self.audience)
-        waited_for = {job.name for job in left} | {
-            w.job.name for w in self._busy() if w.job is not None
+            open_jobs.remove(blocked_job)
+            _record_end(
+                failures, blocked_job, _blocking_reason(blocked_job, failures), self.audience
+            )
+        pending_names = {job.name for job in open_jobs} | {
+            w.job.name for w in self._busy_workers() if w.job is not None
         }
-        for job in [job for job in left if not any(need.name in waited_for for need in job.needs)]:
-            worker = self._idle()
+        for job in [
+            job for job in open_jobs if not any(need.name in pending_names for need in job.needs)
+        ]:
+            worker = self._idle_worker()
             if worker is None:
                 return
-            left.remove(job)
+            open_jobs.remove(job)
             worker.job = job
             worker.pipe.send(job)
-            self.audience.begun(job)
+            self.audience.on_start(job)
 
-    def _idle(self) -> _Worker | None:
-        free = next((worker for worker in self.workers if worker.job is None), None)
-        if free is None and len(self.workers) < self.size:
-            ours, theirs = self._context.Pipe()
+    def _idle_worker(self) -> _Worker | None:
+        idle_worker = next((worker for worker in self.workers if worker.job is None), None)
+        if idle_worker is None and len(self.workers) < self.size:
+            own_end, worker_end = self._context.Pipe()
             threads = max(1, torch.get_num_threads() // self.size)
             process = self._context.Process(
-                target=_serve, args=(theirs, self._stop, self.errors, threads), daemon=True
+                target=_serve, args=(worker_end, self._stop, self.errors, threads), daemon=True
             )
             process.start()
-            theirs.close()
-            free = _Worker(process, ours)
-            self.workers.append(free)
-        return free
+            worker_end.close()
+            idle_worker = _Worker(process, own_end)
+            self.workers.append(idle_worker)
+        return idle_worker
 
-    def _busy(self) -> list[_Worker]:
+    def _busy_workers(self) -> list[_Worker]:
         return [worker for worker in self.workers if worker.job is not None]
 
-    def _heard(self) -> list[_Worker]:
-        ready = wait([worker.pipe for worker in self._busy()], timeout=1)
-        return [worker for worker in self._busy() if worker.pipe in ready]
+    def _ready_workers(self) -> list[_Worker]:
+        ready = wait([worker.pipe for worker in self._busy_workers()], timeout=1)
+        return [worker for worker in self._busy_workers() if worker.pipe in ready]
 
-    def _receive(self, worker: _Worker, failed: dict[str, str]) -> None:
+    def _receive(self, worker: _Worker, failures: dict[str, str]) -> None:
         job = worker.job
         assert job is not None
         try:
-            what, details = worker.pipe.recv()
+            message, details = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join()
             self.workers.remove(worker)
             code = worker.process.exitcode
-            _note(
-                failed,
+            _record_end(
+                failures,
                 job,
                 f"its process died with exit code {code} (-9: killed, perhaps for memory)",
                 self.audience,
             )
             return
-        if what == "ended":
+        if message == "ended":
             worker.job = None
-            _note(failed, job, details, self.audience)
-        elif what == "stopped":
+            _record_end(failures, job, details, self.audience)
+        elif message == "stopped":
             worker.job = None
         else:
-            self.audience.heard(job, what, details)
+            self.audience.on_message(job, message, details)
 
     def stop(self) -> None:
         """Lets every run save where it is; a second Ctrl-C does not wait for that."""
         self._stop.set()
-        while self._busy():
-            for worker in self._heard():
+        while self._busy_workers():
+            for worker in self._ready_workers():
                 self._receive(worker, {})
 
     def close(self) -> None:
@@ -240,7 +246,7 @@ _working = False
 
 def _serve(pipe: Connection, stop: Any, errors: Path, threads: int) -> None:
     """One worker: takes jobs until the other end is closed."""
-    signal.signal(signal.SIGINT, _interrupted)
+    signal.signal(signal.SIGINT, _interrupt)
     warnings.simplefilter("ignore")  # a run's own are told to its watcher
     torch.set_num_threads(threads)
     global _working
@@ -251,23 +257,23 @@ def _serve(pipe: Connection, stop: Any, errors: Path, threads: int) -> None:
             return
         try:
             _working = True
-            reason = _performed(job, Reporter(partial(_told, pipe), stop.is_set), errors)
+            reason = _perform(job, Reporter(partial(_send, pipe), stop.is_set), errors)
             _working = False
-            _told(pipe, "ended", reason)
+            _send(pipe, "ended", reason)
         except KeyboardInterrupt:
             _working = False
             with suppress(OSError):
                 pipe.send(("stopped", None))
 
 
-def _told(pipe: Connection, what: str, details: Any) -> None:
+def _send(pipe: Connection, message: str, details: Any) -> None:
     try:
-        pipe.send((what, details))
+        pipe.send((message, details))
     except OSError as error:  # the first process is gone: the run is saved as it is
         raise KeyboardInterrupt from error
 
 
-def _interrupted(*_: Any) -> None:
+def _interrupt(*_: Any) -> None:
     # The terminal sends Ctrl-C to all; an idle worker hears of it from the first process.
     global _working
     if _working:

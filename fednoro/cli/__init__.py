@@ -44,8 +44,8 @@ train through them.
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         typer.echo(f"fednoro {version('fednoro')}")
@@ -98,15 +98,15 @@ def main() -> None:
         _complain("error:", "red", error)
         sys.exit(2)
     except _ClickException as error:
-        told = error.format_message().rstrip(".")
+        text = error.format_message().rstrip(".")
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
         else:
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "fednoro"
-            told = _as_override(error) or told
+            text = _override_hint(error) or text
             _complain(
-                "error:", "red", f"{told}{'' if told.endswith('?') else '.'} See: {command} --help"
+                "error:", "red", f"{text}{'' if text.endswith('?') else '.'} See: {command} --help"
             )
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -114,7 +114,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _as_override(error: Any) -> str:
+def _override_hint(error: Any) -> str:
     """What to say where somebody has written `--seed 3` for `seed=3`."""
     context, flag = getattr(error, "ctx", None), getattr(error, "option_name", None)
     if (
@@ -128,10 +128,14 @@ def _as_override(error: Any) -> str:
     key = flag.lstrip("-").replace("-", "_")
     if key.partition(".")[0] not in {item.name for item in dataclasses.fields(Config)}:
         return ""
-    typed = sys.argv[1:]
-    place = next((i for i, text in enumerate(typed) if text.partition("=")[0] == flag), len(typed))
-    _, equals, value = typed[place].partition("=") if place < len(typed) else ("", "", "")
-    value = value if equals else next(iter(typed[place + 1 :]), "")
+    arguments = sys.argv[1:]
+    position = next(
+        (i for i, text in enumerate(arguments) if text.partition("=")[0] == flag), len(arguments)
+    )
+    _, equals, value = (
+        arguments[position].partition("=") if position < len(arguments) else ("", "", "")
+    )
+    value = value if equals else next(iter(arguments[position + 1 :]), "")
     return f"no such option: {flag}; did you mean {key}={shlex.quote(value) if value else '…'}?"
 
 

@@ -39,6 +39,16 @@ class Scores(StrEnum):
     corrected = "corrected"
 
 
+MinCell = Annotated[
+    int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")
+]
+Rounds = Annotated[
+    int | None,
+    typer.Option(min=1, help="Rounds before a model judges; the run's warm-up if not given."),
+]
+Folds = Annotated[int, typer.Option(min=2, help="Parts of each site's images in cross_fit.")]
+
+
 def audit(
     run: Annotated[Path, typer.Argument(help="A run folder, such as runs/digits-fednoro-seed0.")],
     scores: Annotated[
@@ -49,19 +59,12 @@ def audit(
             "of fednoro-plus has made of it."
         ),
     ] = Scores.early,
-    min_cell: Annotated[
-        int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")
-    ] = 5,
+    min_cell: MinCell = 5,
     out: Annotated[
         Path | None, typer.Option(help="Where the files go; RUN/audit if not given.")
     ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rounds before a model judges; the run's warm-up if not given."),
-    ] = None,
-    folds: Annotated[
-        int, typer.Option(min=2, help="Parts of each site's images in cross_fit.")
-    ] = 5,
+    rounds: Rounds = None,
+    folds: Folds = 5,
     top: Annotated[
         int, typer.Option(min=1, help="Images in a letter; all are in its CSV files.")
     ] = 200,
@@ -75,25 +78,18 @@ def audit(
 ) -> None:
     from rich.console import Console
 
-    from fednoro.audit.audit_files import audit_run, summary
+    from fednoro.audit.audit_files import AuditOptions, audit_run, summary
     from fednoro.experiment.watch.terminal import Terminal
 
     console = Console(emoji=False)
     terminal = Terminal(console, quiet)
     try:
-        done = audit_run(
+        result = audit_run(
             run.expanduser(),
-            scores.value,
-            min_cell,
-            out,
-            rounds,
-            folds,
-            top,
-            device,
+            AuditOptions(scores.value, min_cell, out, rounds, folds, top, device, force),
             terminal,
-            force,
         )
     finally:
         terminal.close()
     if not quiet:
-        console.print(summary(done), soft_wrap=True)
+        console.print(summary(result), soft_wrap=True)

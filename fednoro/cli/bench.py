@@ -48,7 +48,7 @@ Rounds = Annotated[
         min=2, help="Rounds of each run; options that count rounds keep their proportion."
     ),
 ]
-Longest = Annotated[
+LongestWarmup = Annotated[
     int | None,
     typer.Option("--rounds", min=2, help="The longest warm-up; default: three times T1."),
 ]
@@ -211,7 +211,7 @@ def figure_t1(
     items: Items = None,
     data: Data = None,
     seeds: Seeds = None,
-    rounds: Longest = None,
+    rounds: LongestWarmup = None,
     out: Out = None,
     jobs: Jobs = 1,
     rates: Rates = None,
@@ -263,7 +263,7 @@ def everything(
     """
     data = data if data or quick else "ich"
     _run(
-        list(NAMES),
+        list(TARGETS),
         items,
         data,
         seeds,
@@ -279,7 +279,7 @@ def everything(
     )
 
 
-NAMES = ("table1", "table2", "table3", "table4", "figure-partition", "figure-t1")
+TARGETS = ("table1", "table2", "table3", "table4", "figure-partition", "figure-t1")
 
 
 def _run(

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fednoro.cli.audit import Scores
+from fednoro.cli.audit import Folds, MinCell, Rounds, Scores
 from fednoro.cli.flower_setup import certs, init, site
 from fednoro.core.types import UserError
 
 if TYPE_CHECKING:
     from fednoro.flower.ops.follower import Follower
 
-LOST = 3  # the exit code where the SuperLink is away and the run's outcome is not known
+LOST_EXIT_CODE = 3  # where the SuperLink is away and the run's outcome is not known
 
 app = typer.Typer(
     name="flower",
@@ -71,29 +71,34 @@ def simulate(
     """
     check_installed()
     from fednoro.flower.ops.flwr_process import simulation_link
-    from fednoro.flower.ops.follower import as_json, ordered, placed
+    from fednoro.flower.ops.follower import as_json, read_items, with_run_folder
 
     if resume is not None:
-        config, folder = _reopened(resume)
+        config, folder = _reopen(resume)
         values: dict[str, Any] = {"resume": str(folder)}
         clients = len(json.loads((folder / "sites.json").read_text(encoding="utf-8"))["sites"])
     else:
-        chosen = [*(items or []), *([] if sites is None else [f"partition.clients={sites}"])]
-        found, _, values = ordered(chosen, {"round-timeout": round_timeout})
-        if found is None:
+        arguments = [*(items or []), *([] if sites is None else [f"partition.clients={sites}"])]
+        app_config, _, values = read_items(arguments, {"round-timeout": round_timeout})
+        if app_config is None:
             raise UserError("this app is not fednoro's: simulate it with flwr run")
-        clients = getattr(found.partition, "clients", None) or _natural(found)
-        config, folder = placed(found)
+        clients = getattr(app_config.partition, "clients", None) or _count_sites(app_config)
+        config, folder = with_run_folder(app_config)
         values |= {"fednoro": as_json(config)}
-    with _made({**values, "simulation": 1}) as made:
+    with _temporary_app({**values, "simulation": 1}) as app_folder:
         federation, home = (
             f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={cpus}",
-            made.parent,
+            app_folder.parent,
         )
         with simulation_link(home / "home") as link:
             log = home / "home" / "superlink.log"
-            _play(
-                link, made, _following(folder, config, quiet), quiet, federation=federation, log=log
+            _run_and_follow(
+                link,
+                app_folder,
+                _follower_factory(folder, config, quiet),
+                quiet,
+                federation=federation,
+                log=log,
             )
 
 
@@ -123,24 +128,28 @@ def run(
     """
     check_installed()
     from fednoro.flower.ops.flwr_process import Link
-    from fednoro.flower.ops.follower import as_json, ordered, placed
+    from fednoro.flower.ops.follower import as_json, read_items, with_run_folder
 
-    given = {"min-sites": min_sites, "start-sites": start_sites, "round-timeout": round_timeout}
+    deployment = {
+        "min-sites": min_sites,
+        "start-sites": start_sites,
+        "round-timeout": round_timeout,
+    }
     link = Link(_connection(superlink))
     if resume is not None:
-        config, folder = _reopened(resume)
+        config, folder = _reopen(resume)
         values: dict[str, Any] = {"resume": str(folder)}
-        own = None
+        own_app = None
     else:
-        found, own, values = ordered(items or [], given)
-        if found is None:
-            assert own is not None
-            _play(link, own, None, quiet, values)
+        app_config, own_app, values = read_items(items or [], deployment)
+        if app_config is None:
+            assert own_app is not None
+            _run_and_follow(link, own_app, None, quiet, values)
             return
-        config, folder = placed(found)
+        config, folder = with_run_folder(app_config)
         values |= {"fednoro": as_json(config)}
-    with _made(values) as made:
-        _play(link, made, _following(folder, config, quiet), quiet)
+    with _temporary_app(values) as app_folder:
+        _run_and_follow(link, app_folder, _follower_factory(folder, config, quiet), quiet)
 
 
 @app.command()
@@ -157,16 +166,9 @@ def audit(
             "fednoro-plus."
         ),
     ] = Scores.early,
-    min_cell: Annotated[
-        int, typer.Option(min=0, help="Counts below this are not shown to the coordinator.")
-    ] = 5,
-    rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rounds before a model judges; the run's warm-up if not given."),
-    ] = None,
-    folds: Annotated[
-        int, typer.Option(min=2, help="Parts of each site's images in cross_fit.")
-    ] = 5,
+    min_cell: MinCell = 5,
+    rounds: Rounds = None,
+    folds: Folds = 5,
     min_sites: MinSites = None,
     round_timeout: Timeout = None,
     quiet: Quiet = False,
@@ -187,24 +189,24 @@ def audit(
     from fednoro.flower.ops.follower import AuditFollower
     from fednoro.flower.server.run_config import AuditOrder
 
-    config, folder = _reopened(run, "audited")
-    kept = json.loads((folder / "flower.json").read_text(encoding="utf-8"))
-    if kept.pop("simulation"):
+    config, folder = _reopen(run, "audited")
+    settings = json.loads((folder / "flower.json").read_text(encoding="utf-8"))
+    if settings.pop("simulation"):
         raise UserError(
             f"the sites of {folder} were simulated: audit it with `fednoro audit {folder}`"
         )
-    del kept["run"]
-    given = {"min_sites": min_sites, "round_timeout": round_timeout}
-    kept |= {key: value for key, value in given.items() if value is not None}
+    del settings["run"]
+    overrides = {"min_sites": min_sites, "round_timeout": round_timeout}
+    settings |= {key: value for key, value in overrides.items() if value is not None}
     order = AuditOrder(str(folder), scores.value, rounds or warmup_of(config), folds, min_cell)
-    values = {key.replace("_", "-"): value for key, value in kept.items()} | {
+    values = {key.replace("_", "-"): value for key, value in settings.items()} | {
         "audit": order.as_json()
     }
     link, total = Link(_connection(superlink)), order.method().rounds
-    with _made(values) as made:
-        _play(
+    with _temporary_app(values) as app_folder:
+        _run_and_follow(
             link,
-            made,
+            app_folder,
             lambda: AuditFollower(Console(emoji=False), order.exchanges, total, quiet),
             quiet,
         )
@@ -214,8 +216,8 @@ def carry_on(folder: Path, quiet: bool) -> None:
     """`fednoro resume` of a run on Flower: as it was begun, in a simulation
     or on the default connection.
     """
-    kept = json.loads((folder / "flower.json").read_text(encoding="utf-8"))
-    if kept.get("simulation"):
+    settings = json.loads((folder / "flower.json").read_text(encoding="utf-8"))
+    if settings.get("simulation"):
         simulate(resume=folder, quiet=quiet)
     else:
         run(resume=folder, quiet=quiet)
@@ -229,17 +231,17 @@ def check_installed() -> None:
         raise UserError("this command needs Flower: pip install 'fednoro[flower]'")
 
 
-def _reopened(resume: Path, what: str = "carried on") -> tuple[Any, Path]:
+def _reopen(resume: Path, purpose: str = "carried on") -> tuple[Any, Path]:
     from fednoro.experiment.config.configuration import resolve
 
     folder = resume.expanduser().absolute()
     for name in ("config.yaml", "flower.json", "sites.json"):
         if not (folder / name).is_file():
-            raise UserError(f"{folder} cannot be {what} on Flower: it has no {name}")
+            raise UserError(f"{folder} cannot be {purpose} on Flower: it has no {name}")
     return resolve(folder / "config.yaml"), folder
 
 
-def _natural(config: Any) -> int:
+def _count_sites(config: Any) -> int:
     """How many clients a partition makes that does not say so itself."""
     dataset = config.data.load(config.seed)
     if not dataset.sites:
@@ -268,27 +270,27 @@ def _connection(superlink: str | None) -> str:
 
 
 @contextmanager
-def _made(values: Mapping[str, Any]) -> Iterator[Path]:
+def _temporary_app(values: Mapping[str, Any]) -> Iterator[Path]:
     """An app folder with this run-config."""
     from fednoro.flower.ops.flwr_process import app_toml
 
     with tempfile.TemporaryDirectory(prefix="fednoro-") as place:
-        made = Path(place) / "app"
-        made.mkdir()
-        (made / "pyproject.toml").write_text(app_toml(values), encoding="utf-8")
-        yield made
+        app_folder = Path(place) / "app"
+        app_folder.mkdir()
+        (app_folder / "pyproject.toml").write_text(app_toml(values), encoding="utf-8")
+        yield app_folder
 
 
-def _following(folder: Path, config: Any, quiet: bool) -> Callable[[], Follower]:
+def _follower_factory(folder: Path, config: Any, quiet: bool) -> Callable[[], Follower]:
     from fednoro.flower.ops.follower import Follower
 
     return lambda: Follower(Console(emoji=False), folder, config.train.rounds, quiet)
 
 
-def _play(
+def _run_and_follow(
     link: Any,
-    made: Path,
-    following: Callable[[], Follower] | None,
+    app_folder: Path,
+    make_follower: Callable[[], Follower] | None,
     quiet: bool,
     values: Mapping[str, Any] | None = None,
     federation: str = "",
@@ -297,20 +299,20 @@ def _play(
     from fednoro.flower.ops.flwr_process import tail
     from fednoro.flower.ops.follower import RunFailedError, RunLostError, follow
 
-    number = link.run(made, values, federation)
-    follower = None if following is None else following()
+    number = link.run(app_folder, values, federation)
+    follower = None if make_follower is None else make_follower()
     if not quiet:
         where = "" if follower is None else f" in {follower.folder}"
         _say(f"Flower's run {number}{where}")
     try:
         follow(link, number, follower)
     except (RunFailedError, RunLostError) as error:
-        said = "" if log is None else f"\n{tail(log, 40)}"
-        _say(f"error: {error}{said}", stderr=True)
-        raise typer.Exit(LOST if isinstance(error, RunLostError) else 1) from error
+        log_tail = "" if log is None else f"\n{tail(log, 40)}"
+        _say(f"error: {error}{log_tail}", stderr=True)
+        raise typer.Exit(LOST_EXIT_CODE if isinstance(error, RunLostError) else 1) from error
     except KeyboardInterrupt:
         if follower is not None:
-            _say(f"stopped; carry on with: {follower.again}")
+            _say(f"stopped; carry on with: {follower.resume_command}")
         raise
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from fednoro.core.types import UserError
+
+if TYPE_CHECKING:
+    from fednoro.flower.ops.checks import Check
 
 site = typer.Typer(
     help="A site's own side: its settings, and whether it is ready.", no_args_is_help=True
@@ -56,22 +59,23 @@ def certs(
     from fednoro.flower.ops.certificates import make, public_key_of
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
-    done = make(folder, host or (), names, days, force)
+    certificates = make(folder, host or (), names, days, force)
     console = Console(emoji=False, highlight=False)
-    for path in done.made:
+    for path in certificates.new_files:
         console.print(f"made {path}", soft_wrap=True, markup=False)
-    if not done.made:
+    if not certificates.new_files:
         console.print("nothing to do: everything was there", markup=False)
-    left = (done.expires - datetime.now(UTC)).days
+    days_left = (certificates.expires - datetime.now(UTC)).days
     console.print(
-        f"the SuperLink's certificate expires on {done.expires:%Y-%m-%d}, in {left} days",
+        f"the SuperLink's certificate expires on {certificates.expires:%Y-%m-%d}, "
+        f"in {days_left} days",
         markup=False,
     )
-    console.print(f"the CA expires on {done.ca_expires:%Y-%m-%d}", markup=False)
+    console.print(f"the CA expires on {certificates.ca_expires:%Y-%m-%d}", markup=False)
     for name in names:
-        private, public = done.sites[name], public_key_of(done.sites[name])
+        private, public = certificates.sites[name], public_key_of(certificates.sites[name])
         console.print(
-            f"{name}: register {public}; the site gets {private} and {done.ca}",
+            f"{name}: register {public}; the site gets {private} and {certificates.ca}",
             soft_wrap=True,
             markup=False,
         )
@@ -102,14 +106,14 @@ def init(
             "one preset or file at a time, got "
             f"{' and '.join(plain)}; overrides look like key=value"
         )
-    made = write_app(
+    files = write_app(
         folder, (plain or ["digits"])[0], [item for item in items or [] if "=" in item]
     )
     console = Console(emoji=False, highlight=False)
-    for path in made:
+    for path in files:
         console.print(f"made {path}", soft_wrap=True, markup=False)
     deploy = f"fednoro flower run {folder}"
-    if section_name(resolve(made[0]), "data") == "sites":  # who are elsewhere
+    if section_name(resolve(files[0]), "data") == "sites":  # who are elsewhere
         console.print(f"next: {deploy}", soft_wrap=True, markup=False)
     else:
         console.print(f"next: fednoro flower simulate {folder}", soft_wrap=True, markup=False)
@@ -134,35 +138,36 @@ def site_init(
     typer.echo(f"made {file}; fill it in, then: fednoro flower site check {file}")
 
 
+SiteFile = Annotated[
+    Path, typer.Argument(metavar="SITE.yaml", help="The site's settings.", show_default=False)
+]
+Superlink = Annotated[
+    str | None, typer.Option(help="HOST:PORT of the SuperLink.", show_default=False)
+]
+RootCertificates = Annotated[
+    Path | None, typer.Option(help="The federation's ca.crt.", show_default=False)
+]
+Key = Annotated[Path | None, typer.Option(help="The site's private key.", show_default=False)]
+Classes = Annotated[
+    str | None,
+    typer.Option(help="The federation's class names in order, with commas.", show_default=False),
+]
+RunConfig = Annotated[
+    str | None,
+    typer.Option(help="The run's configuration: its model, batch and classes.", show_default=False),
+]
+Full = Annotated[bool, typer.Option("--full", help="Decode all images now, into the cache.")]
+
+
 @site.command("check")
 def site_check(
-    file: Annotated[
-        Path, typer.Argument(metavar="SITE.yaml", help="The site's settings.", show_default=False)
-    ],
-    superlink: Annotated[
-        str | None, typer.Option(help="HOST:PORT of the SuperLink.", show_default=False)
-    ] = None,
-    root_certificates: Annotated[
-        Path | None, typer.Option(help="The federation's ca.crt.", show_default=False)
-    ] = None,
-    key: Annotated[
-        Path | None, typer.Option(help="The site's private key.", show_default=False)
-    ] = None,
-    classes: Annotated[
-        str | None,
-        typer.Option(
-            help="The federation's class names in order, with commas.", show_default=False
-        ),
-    ] = None,
-    run_config: Annotated[
-        str | None,
-        typer.Option(
-            help="The run's configuration: its model, batch and classes.", show_default=False
-        ),
-    ] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Decode all images now, into the cache.")
-    ] = False,
+    file: SiteFile,
+    superlink: Superlink = None,
+    root_certificates: RootCertificates = None,
+    key: Key = None,
+    classes: Classes = None,
+    run_config: RunConfig = None,
+    full: Full = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check data, labels, disk, memory, device, packages, certificate, key and
@@ -176,7 +181,7 @@ def site_check(
     from fednoro.flower.ops.checks import passed
     from fednoro.flower.ops.site_check import check_site
 
-    found = []
+    checks = []
     console = Console(emoji=False, highlight=False)
     for check in check_site(
         file,
@@ -187,23 +192,25 @@ def site_check(
         run_config=run_config,
         full=full,
     ):
-        found.append(check)
+        checks.append(check)
         if not as_json:
-            line = Text.assemble(
-                (f"{check.status:<8}", COLOURS[check.status]), f"{check.name}: {check.message}"
-            )
-            console.print(
-                line.append(f" → {check.remedy}") if check.remedy else line, soft_wrap=True
-            )
-    good = passed(found)
+            _show_check(console, check)
+    ready = passed(checks)
     if as_json:
         typer.echo(
-            json.dumps({"ok": good, "checks": [check.to_dict() for check in found]}, indent=1)
+            json.dumps({"ok": ready, "checks": [check.to_dict() for check in checks]}, indent=1)
         )
     else:
-        count = sum(check.status == "failed" for check in found)
+        count = sum(check.status == "failed" for check in checks)
         console.print(
-            "ready" if good else f"{count} to mend before this site can take part", soft_wrap=True
+            "ready" if ready else f"{count} to mend before this site can take part", soft_wrap=True
         )
-    if not good:
+    if not ready:
         raise typer.Exit(1)
+
+
+def _show_check(console: Console, check: Check) -> None:
+    line = Text.assemble(
+        (f"{check.status:<8}", COLOURS[check.status]), f"{check.name}: {check.message}"
+    )
+    console.print(line.append(f" → {check.remedy}") if check.remedy else line, soft_wrap=True)

@@ -46,7 +46,7 @@ def ls(
     if what is None:
         table = Table("fednoro ls …", "what there is", box=None)
         for name, choices in {
-            **{name: [*known] for name, known in kinds.items()},
+            **{name: [*entries] for name, entries in kinds.items()},
             "presets": [*presets()],
         }.items():
             table.add_row(name, "its options" if name in choices else escape(", ".join(choices)))
@@ -65,12 +65,12 @@ def ls(
 
 def _kinds() -> dict[str, dict[str, type[Any]]]:
     from fednoro.core.training import Augment
-    from fednoro.experiment.config.configuration import REGISTRIES, SINGLE, General
+    from fednoro.experiment.config.configuration import REGISTRIES, SECTIONS_WITHOUT_CHOICE, General
 
     kinds: dict[str, dict[str, type[Any]]] = {
         name: dict(REGISTRIES[section]) for name, section in SECTIONS.items()
     }
-    kinds |= {name: {name: kind} for name, kind in SINGLE.items()} | {
+    kinds |= {name: {name: kind} for name, kind in SECTIONS_WITHOUT_CHOICE.items()} | {
         "general": {"general": General}
     }
     kinds["train"] |= {"train.augment": Augment}
@@ -81,13 +81,13 @@ def _show_named(
     console: Console, name: str, kinds: dict[str, dict[str, type[Any]]], presets: dict[str, str]
 ) -> None:
     """Every entry of that name: digits is a data source and a preset."""
-    sections = [section for section, known in kinds.items() if name in known]
+    sections = [section for section, entries in kinds.items() if name in entries]
     if not sections and name not in presets:
         names = [
             *kinds,
             "presets",
             *presets,
-            *(entry for known in kinds.values() for entry in known),
+            *(entry for entries in kinds.values() for entry in entries),
         ]
         close = difflib.get_close_matches(name, names, 1)
         hint = f": did you mean {close[0]}?" if close else ""
@@ -96,8 +96,8 @@ def _show_named(
             f"name of these; got {name!r}{hint}"
         )
     for section in sections:
-        chosen = f"{SECTIONS[section]}={name}" if section in SECTIONS else name
-        _show(console, chosen, kinds[section][name])
+        choice = f"{SECTIONS[section]}={name}" if section in SECTIONS else name
+        _show(console, choice, kinds[section][name])
     if name in presets:
         console.print(f"[bold]fednoro run {name}[/]  {escape(presets[name])}", highlight=False)
 
@@ -122,8 +122,8 @@ def _default(item: dataclasses.Field[Any]) -> str:
 def _meaning(item: dataclasses.Field[Any]) -> str:
     from fednoro.core.options import allowed
 
-    listed = re.search(r"Literal\[(.*?)\]", str(item.type))
-    choices = re.sub("[\"']", "", listed[1]) if listed else ""
+    literal = re.search(r"Literal\[(.*?)\]", str(item.type))
+    choices = re.sub("[\"']", "", literal[1]) if literal else ""
     return "; ".join(
         part for part in (item.metadata.get("help", ""), allowed(item), choices) if part
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fednoro.experiment.predict import Predictions
 
-SHOWN = 50  # rows of the table on a screen
+ROWS_ON_SCREEN = 50  # rows of the table on a screen
 Folder = Annotated[
     str, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)
 ]
@@ -45,20 +45,20 @@ def export(
     from rich.markup import escape
 
     from fednoro.experiment.export import TOLERANCE
-    from fednoro.experiment.export import export as made
+    from fednoro.experiment.export import export as export_model
 
-    wanted = {"onnx": onnx, "safetensors": safetensors}
-    if not any(wanted.values()):
+    targets = {"onnx": onnx, "safetensors": safetensors}
+    if not any(targets.values()):
         raise UserError("say what to write: --onnx FILE, --safetensors FILE or both")
-    for kind, path in wanted.items():
+    for kind, path in targets.items():
         if path:
-            done = made(run, path, kind)
-            what = "test" if done.real else "made-up"
+            result = export_model(run, path, kind)
+            what = "test" if result.real else "made-up"
             bound = f", allowed {TOLERANCE:g} · (1 + |logit|)" if kind == "onnx" else ""
             Console(emoji=False).print(
-                f"wrote {escape(str(done.path))} ({done.bytes / 1e6:,.1f} MB); on "
-                f"{done.images} {what} images its logits differ from the network's by at "
-                f"most {done.difference:.1e}{bound}",
+                f"wrote {escape(str(result.path))} ({result.bytes / 1e6:,.1f} MB); on "
+                f"{result.images} {what} images its logits differ from the network's by at "
+                f"most {result.difference:.1e}{bound}",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -93,22 +93,22 @@ def predict(
     from rich.console import Console
 
     from fednoro.core.types import FedNoRoWarning
-    from fednoro.experiment.predict import predict as made
+    from fednoro.experiment.predict import predict as predict_files
     from fednoro.experiment.predict import write
 
-    found = made(run, images, batch)
+    predictions = predict_files(run, images, batch)
     for path in to or []:
-        write(found, Path(path).expanduser())
-    if not quiet and found.readable:
-        Console(emoji=False).print(_table(found, top))
-    for row in found.rows:
+        write(predictions, Path(path).expanduser())
+    if not quiet and predictions.readable:
+        Console(emoji=False).print(_table(predictions, top))
+    for row in predictions.rows:
         if row.error:
             warnings.warn(f"{row.path}: {row.error}", FedNoRoWarning, stacklevel=1)
-    if not found.readable:
-        raise UserError(f"none of the {len(found.rows)} files could be read")
+    if not predictions.readable:
+        raise UserError(f"none of the {len(predictions.rows)} files could be read")
 
 
-def _table(found: Predictions, top: int) -> Table:
+def _table(predictions: Predictions, top: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -118,10 +118,10 @@ def _table(found: Predictions, top: int) -> Table:
 
     table = Table("image", "class", box=None)
     table.add_column("probability", justify="right")
-    rows = [row for row in found.rows if not row.error]
-    for row in rows[:SHOWN]:
-        for i, (name, share) in enumerate(found.top(row, top)):
+    rows = [row for row in predictions.rows if not row.error]
+    for row in rows[:ROWS_ON_SCREEN]:
+        for i, (name, share) in enumerate(predictions.top(row, top)):
             table.add_row(printable("" if i else row.path), printable(name), f"{share:.1%}")
-    if len(rows) > SHOWN:
-        table.add_row(f"… and {len(rows) - SHOWN} more: --to FILE has all of them")
+    if len(rows) > ROWS_ON_SCREEN:
+        table.add_row(f"… and {len(rows) - ROWS_ON_SCREEN} more: --to FILE has all of them")
     return table

@@ -53,33 +53,27 @@ def prepare(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")] = False,
 ) -> None:
-    from fednoro.data.cache.preparation import Preparable
     from fednoro.data.cache.preparation import prepare as make
-    from fednoro.data.sources import SOURCES
     from fednoro.experiment.config.configuration import presets, resolve
     from fednoro.experiment.watch.terminal import Terminal, prepared_table
 
-    if name not in SOURCES:
-        takes = ", ".join(known for known, kind in SOURCES.items() if issubclass(kind, Preparable))
-        raise UserError(f"prepare takes one of {takes}, got {name!r}")
-    if not issubclass(SOURCES[name], Preparable):
-        raise UserError(f"{name} needs no preparation: its images are used as they are")
+    _check_preparable(name)
     if wrong := [item for item in options or [] if "=" not in item]:
         raise UserError(f"options look like key=value, got {wrong[0]!r}")
-    given = [f"path={_plain(source)}", *(options or [])]
-    given += [] if size is None else [f"size={size}"]
-    given += [] if to is None else [f"cache={_plain(to)}"]
+    settings = [f"path={_as_yaml(source)}", *(options or [])]
+    settings += [] if size is None else [f"size={size}"]
+    settings += [] if to is None else [f"cache={_as_yaml(to)}"]
     # A preset of that name sets the options, so that a later `fednoro run NAME
     # data.path=…` finds this cache.
     preset = name if name in presets() else "digits"
-    overrides = [f"data.{item}" for item in given]
+    overrides = [f"data.{item}" for item in settings]
     if preset != name:
         # The paper's presets add noise to clean labels; a user's own labels are what they are.
         overrides = [f"data={name}", *overrides, "noise=none"]
     console = Console(emoji=False)
     terminal = Terminal(console, quiet)
     try:
-        done = make(resolve(preset, overrides).data, terminal.progress)
+        preparation = make(resolve(preset, overrides).data, terminal.progress)
     except KeyboardInterrupt:
         terminal.close()
         console.print("stopped; the same command goes on from here", highlight=False)
@@ -88,28 +82,44 @@ def prepare(
         terminal.close()
     if quiet:
         return
-    console.print(prepared_table(done), soft_wrap=True)
-    if done.sites:
-        console.print(_sites_table(done), soft_wrap=True)
-    if preset != name and len(done.sites) > 1:
+    console.print(prepared_table(preparation), soft_wrap=True)
+    if preparation.sites:
+        console.print(_sites_table(preparation), soft_wrap=True)
+    if preset != name and len(preparation.sites) > 1:
         overrides.append("partition=by_column")
-    again = " ".join(map(shlex.quote, overrides))
+    arguments = " ".join(map(shlex.quote, overrides))
     console.print(
-        f"use it with: fednoro run {preset} {again}", soft_wrap=True, highlight=False, markup=False
+        f"use it with: fednoro run {preset} {arguments}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
     )
 
 
-def _sites_table(done: Prepared) -> Table:
+def _check_preparable(name: str) -> None:
+    from fednoro.data.cache.preparation import Preparable
+    from fednoro.data.sources import SOURCES
+
+    if name not in SOURCES:
+        choices = ", ".join(
+            source_name for source_name, kind in SOURCES.items() if issubclass(kind, Preparable)
+        )
+        raise UserError(f"prepare takes one of {choices}, got {name!r}")
+    if not issubclass(SOURCES[name], Preparable):
+        raise UserError(f"{name} needs no preparation: its images are used as they are")
+
+
+def _sites_table(preparation: Prepared) -> Table:
     table = Table("site", box=None, padding=(0, 2, 0, 0))
     table.add_column("images", justify="right")
-    for name, count in done.sites.items():
+    for name, count in preparation.sites.items():
         table.add_row(
             Text("".join(char if char.isprintable() else "�" for char in name)), f"{count:,}"
         )
     return table
 
 
-def _plain(text: str) -> str:
+def _as_yaml(text: str) -> str:
     """`text` as it is, or in quotes where YAML, which overrides are read as,
     would take it for something else.
     """

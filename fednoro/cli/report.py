@@ -15,8 +15,8 @@ from rich.table import Table as RichTable
 
 from fednoro.core.types import UserError
 
-EVERY = 2.0  # seconds between looks at a run that is watched
-WATCHED = (
+INTERVAL = 2.0  # seconds between looks at a run that is watched
+WATCHED_FILES = (
     "config.yaml",
     "split.npz",
     "rounds.jsonl",
@@ -62,14 +62,14 @@ def report(
 
 def watch_run(folder: Path, write: Callable[..., Path], wait: Callable[[float], Any]) -> None:
     """Rewrites the report whenever the run's files change, until there is a result."""
-    seen = _state(folder)
+    last_state = _state(folder)
     while not (folder / "result.json").exists():
-        wait(EVERY)
-        now = _state(folder)
-        if now != seen:
+        wait(INTERVAL)
+        state = _state(folder)
+        if state != last_state:
             try:
                 write(folder, watching=True)
-                seen = now
+                last_state = state
             except UserError:
                 # a run that resumes sweeps up unfinished files, maybe this
                 # one: the next look repairs it
@@ -82,12 +82,12 @@ def _state(folder: Path) -> tuple[object, ...]:
 
     def stamp(name: str) -> tuple[int, int] | None:
         try:
-            found = (folder / name).stat()
+            status = (folder / name).stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size
+        return status.st_mtime_ns, status.st_size
 
-    return (*map(stamp, WATCHED), is_held(folder))
+    return (*map(stamp, WATCHED_FILES), is_held(folder))
 
 
 def compare(
@@ -111,18 +111,18 @@ def compare(
     """
     from fednoro.core.files import write_whole
     from fednoro.report.comparison import as_csv
-    from fednoro.report.comparison import compare as made
+    from fednoro.report.comparison import compare as compare_runs
     from fednoro.report.comparison_page import difference_table, render, summary
 
-    found = made(runs, against)
+    comparison = compare_runs(runs, against)
     console = Console(emoji=False)
-    _show(console, summary(found), "BACC in %, mean ± std")
-    if found.differences:
-        _show(console, difference_table(found), "differences in points, paired by seed")
-    for line in found.remarks:
+    _show(console, summary(comparison), "BACC in %, mean ± std")
+    if comparison.differences:
+        _show(console, difference_table(comparison), "differences in points, paired by seed")
+    for line in comparison.remarks:
         _say(console, line)
     base = Path(to).expanduser()
-    for ending, content in ((".html", render(found)), (".csv", as_csv(found))):
+    for ending, content in ((".html", render(comparison)), (".csv", as_csv(comparison))):
         target = base.with_name(base.name + ending)
         write_whole(target, content.encode("utf-8", "replace"))
         _say(console, f"wrote {target}")
@@ -156,8 +156,8 @@ def figures(
         )
     names = tuple(name.strip() for name in only.split(",") if name.strip())
     folder = Path(to).expanduser() if to else Path(run).expanduser() / "figures"
-    written = save_all(run, folder, kinds, names, column)
-    _say(Console(emoji=False), f"wrote {len(written)} files to {folder}")
+    paths = save_all(run, folder, kinds, names, column)
+    _say(Console(emoji=False), f"wrote {len(paths)} files to {folder}")
 
 
 def _say(console: Console, text: str) -> None:
@@ -169,11 +169,11 @@ def _show(console: Console, table: Any, title: str) -> None:
 
     # As narrow as can be, so that 80 columns have room for names; what is
     # longer is folded, never cut.
-    shown = RichTable(
+    rich_table = RichTable(
         title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
     )
     for name in table.head:
-        shown.add_column(name.replace(" ", "\n"), overflow="fold")
+        rich_table.add_column(name.replace(" ", "\n"), overflow="fold")
     for row in table.rows:
-        shown.add_row(*(escape(printable(str(cell))) for cell in row))
-    console.print(shown, "")
+        rich_table.add_row(*(escape(printable(str(cell))) for cell in row))
+    console.print(rich_table, "")

@@ -46,18 +46,18 @@ SeedsQuiet = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")]
 
 
-def _sorted_out(items: list[str] | None) -> tuple[str, list[str]]:
-    _refuse_torn(items or [])
-    plain = [item for item in items or [] if "=" not in item]
-    if len(plain) > 1:
+def _source_and_overrides(items: list[str] | None) -> tuple[str, list[str]]:
+    _refuse_split_items(items or [])
+    sources = [item for item in items or [] if "=" not in item]
+    if len(sources) > 1:
         raise UserError(
             "one preset or file at a time, got "
-            f"{' and '.join(plain)}; overrides look like key=value"
+            f"{' and '.join(sources)}; overrides look like key=value"
         )
-    return (plain or ["digits"])[0], [item for item in items or [] if "=" in item]
+    return (sources or ["digits"])[0], [item for item in items or [] if "=" in item]
 
 
-def _refuse_torn(items: list[str]) -> None:
+def _refuse_split_items(items: list[str]) -> None:
     """An unquoted `method.noisy=[0, 3]` arrives in two parts."""
 
     def is_open(text: str) -> bool:
@@ -68,8 +68,8 @@ def _refuse_torn(items: list[str]) -> None:
 
     for i, item in enumerate(items):
         if is_open(item):
-            joined = [" ".join(items[i:end]) for end in range(i + 2, len(items) + 1)]
-            if whole := next((text for text in joined if not is_open(text)), None):
+            candidates = [" ".join(items[i:end]) for end in range(i + 2, len(items) + 1)]
+            if whole := next((text for text in candidates if not is_open(text)), None):
                 raise UserError(
                     f"the shell has split {whole} at its spaces: quote "
                     f"it, as in {shlex.quote(whole)}"
@@ -77,11 +77,11 @@ def _refuse_torn(items: list[str]) -> None:
 
 
 @contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
+def _sigterm_as_interrupt() -> Iterator[None]:
     """SIGTERM, a scheduler's warning, stops a run as Ctrl-C does; further ones
     are ignored while it is saved.
     """
-    received, owner = [], os.getpid()
+    signals, owner = [], os.getpid()
 
     def stop(number: int, _: object) -> None:
         if os.getpid() != owner:  # forked from here, with this handler
@@ -89,18 +89,18 @@ def _stopped_by_sigterm() -> Iterator[None]:
             os.kill(os.getpid(), number)
             return
         signal.signal(number, signal.SIG_IGN)
-        received.append(number)
+        signals.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    previous_handler = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     except KeyboardInterrupt:
-        if received:
-            raise typer.Exit(128 + received[0]) from None
+        if signals:
+            raise typer.Exit(128 + signals[0]) from None
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def run(items: Items = None, quiet: SeedsQuiet = False) -> None:
@@ -109,26 +109,28 @@ def run(items: Items = None, quiet: SeedsQuiet = False) -> None:
     from fednoro.experiment.watch.terminal import Terminal, seeds_table
     from fednoro.report import write_or_warn
 
-    source, overrides = _sorted_out(items)
-    several, others = seeds(overrides)
-    configs = [resolve(source, [*others, f"seed={seed}"]) for seed in several] or [
-        resolve(source, others)
+    source, overrides = _source_and_overrides(items)
+    seed_values, other_overrides = seeds(overrides)
+    configs = [resolve(source, [*other_overrides, f"seed={seed}"]) for seed in seed_values] or [
+        resolve(source, other_overrides)
     ]
     if len(configs) > 1:
         configs = [
             c if c.name is None else dataclasses.replace(c, name=f"{c.name}-seed{c.seed}")
             for c in configs
         ]
-    console, finished = Console(emoji=False), []
+    console, finished_runs = Console(emoji=False), []
     for config in configs:
         terminal = Terminal(console, quiet)
         try:
-            with _stopped_by_sigterm():
-                finished.append(simulation.run(config, watcher=terminal, write_page=write_or_warn))
+            with _sigterm_as_interrupt():
+                finished_runs.append(
+                    simulation.run(config, watcher=terminal, write_page=write_or_warn)
+                )
         finally:
             terminal.close()
-    if len(finished) > 1:
-        console.print(seeds_table(finished))
+    if len(finished_runs) > 1:
+        console.print(seeds_table(finished_runs))
 
 
 def resume(
@@ -144,25 +146,25 @@ def resume(
     from fednoro.experiment.watch.terminal import Terminal
     from fednoro.report import write_or_warn
 
-    already = RunFolder(Path(folder).expanduser()).finished
-    if not already and (Path(folder).expanduser() / "flower.json").exists():
+    was_finished = RunFolder(Path(folder).expanduser()).finished
+    if not was_finished and (Path(folder).expanduser() / "flower.json").exists():
         flower.carry_on(Path(folder), quiet)
         return
     console = Console(emoji=False)
     terminal = Terminal(console, quiet)
     try:
-        with _stopped_by_sigterm():
-            done = simulation.resume(folder, terminal, write_or_warn)
+        with _sigterm_as_interrupt():
+            result = simulation.resume(folder, terminal, write_or_warn)
     finally:
         terminal.close()
-    if already:
+    if was_finished:
         if not quiet:
             console.print(
                 f"{folder} had finished: there is nothing to carry on",
                 highlight=False,
                 markup=False,
             )
-        terminal.finished(done)
+        terminal.finished(result)
 
 
 def config(items: Items = None) -> None:
@@ -172,5 +174,5 @@ def config(items: Items = None) -> None:
     """
     from fednoro.experiment.config.configuration import dump, resolve
 
-    source, overrides = _sorted_out(items)
+    source, overrides = _source_and_overrides(items)
     typer.echo(dump(resolve(source, overrides)), nl=False)

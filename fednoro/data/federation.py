@@ -18,7 +18,7 @@ from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.data.leakage import Report, leakage
-from fednoro.data.noise import Context, Kind
+from fednoro.data.noise import Context, NoiseModel
 from fednoro.data.partition import Partition
 from fednoro.data.split import Parts, Split
 
@@ -103,7 +103,7 @@ def assemble(
     dataset: Dataset,
     split: Split,
     partition: Partition,
-    noise: Kind,
+    noise: NoiseModel,
     seed: int,
     annotate: Callable[[Mapping[int, IntArray]], Mapping[int, FloatArray]],
     accept: Callable[[int], None] | None = None,

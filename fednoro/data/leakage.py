@@ -29,39 +29,45 @@ def leakage(dataset: Dataset, parts: Parts) -> Report:
     `identical_images` are this part's images with the same pixels as one over there.
     """
     if not len(parts.validation):
-        return {"test": _shared(dataset, "test", parts.test, "training", parts.train)}
-    seen = np.concatenate([parts.train, parts.validation])
+        return {"test": _count_shared(dataset, "test", parts.test, "training", parts.train)}
+    earlier = np.concatenate([parts.train, parts.validation])
     return {
-        "validation": _shared(dataset, "validation", parts.validation, "training", parts.train),
-        "test": _shared(dataset, "test", parts.test, "training or validation", seen),
+        "validation": _count_shared(
+            dataset, "validation", parts.validation, "training", parts.train
+        ),
+        "test": _count_shared(dataset, "test", parts.test, "training or validation", earlier),
     }
 
 
-def _shared(
+def _count_shared(
     dataset: Dataset, name: str, part: IntArray, other_name: str, others: IntArray
 ) -> dict[str, int]:
-    found = {"samples": len(np.intersect1d(part, others))}
-    if found["samples"]:
-        _warn(f"{found['samples']} images of the {name} part are {other_name} images as well")
+    counts = {"samples": len(np.intersect1d(part, others))}
+    if counts["samples"]:
+        _warn(f"{counts['samples']} images of the {name} part are {other_name} images as well")
     if dataset.groups is not None:
         groups = np.asarray(dataset.groups)
-        both = np.intersect1d(groups[part], groups[others])
-        found |= {"groups": len(both), "grouped_images": int(np.isin(groups[part], both).sum())}
-        if len(both):
+        shared_groups = np.intersect1d(groups[part], groups[others])
+        counts |= {
+            "groups": len(shared_groups),
+            "grouped_images": int(np.isin(groups[part], shared_groups).sum()),
+        }
+        if len(shared_groups):
             _warn(
-                f"{found['grouped_images']} images of the {name} part belong to {len(both)} groups "
-                f"(patients, lesions) that have {other_name} images as well"
+                f"{counts['grouped_images']} images of the {name} part belong to "
+                f"{len(shared_groups)} groups (patients, lesions) that have {other_name} images "
+                "as well"
             )
-    found["identical_images"] = identical(dataset.images, part, others)
-    if found["identical_images"]:
+    counts["identical_images"] = count_identical(dataset.images, part, others)
+    if counts["identical_images"]:
         _warn(
-            f"{found['identical_images']} images of the {name} part are "
+            f"{counts['identical_images']} images of the {name} part are "
             f"pixel-identical to {other_name} images"
         )
-    return found
+    return counts
 
 
-def identical(images: NDArray[np.uint8], part: IntArray, others: IntArray) -> int:
+def count_identical(images: NDArray[np.uint8], part: IntArray, others: IntArray) -> int:
     """How many of the images at `part` have the same pixels as one at `others`.
 
     The middle rows are compared first, so that of a memory map little more
@@ -69,25 +75,27 @@ def identical(images: NDArray[np.uint8], part: IntArray, others: IntArray) -> in
     """
     middle = images.shape[1] // 2
 
-    def row(i: int) -> bytes:
+    def digest_middle_row(i: int) -> bytes:
         return _digest(images[i, middle])
 
-    def whole(i: int) -> bytes:
+    def digest_image(i: int) -> bytes:
         return _digest(images[i])
 
-    def same(
-        key: Callable[[int], bytes], these: list[int], those: list[int]
+    def keep_equal(
+        key: Callable[[int], bytes], indices: list[int], other_indices: list[int]
     ) -> tuple[list[int], list[int]]:
         """Those of either list that have an equal in the other."""
-        here, there = [key(i) for i in these], [key(i) for i in those]
-        both = set(here) & set(there)
+        keys, other_keys = [key(i) for i in indices], [key(i) for i in other_indices]
+        common_keys = set(keys) & set(other_keys)
         return (
-            [i for i, k in zip(these, here, strict=True) if k in both],
-            [i for i, k in zip(those, there, strict=True) if k in both],
+            [i for i, k in zip(indices, keys, strict=True) if k in common_keys],
+            [i for i, k in zip(other_indices, other_keys, strict=True) if k in common_keys],
         )
 
-    found, _ = same(whole, *same(row, part.tolist(), others.tolist()))
-    return len(found)
+    copies, _ = keep_equal(
+        digest_image, *keep_equal(digest_middle_row, part.tolist(), others.tolist())
+    )
+    return len(copies)
 
 
 def _digest(pixels: NDArray[np.uint8]) -> bytes:

@@ -17,7 +17,7 @@ import numpy as np
 from fednoro.core.options import Options, option
 from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
 
-_TRIES = 100
+_MAX_DRAWS = 100
 
 
 @dataclass(frozen=True)
@@ -50,31 +50,34 @@ def bernoulli_dirichlet(
         raise UserError(f"alpha must be > 0 and finite, got {alpha}")
 
     _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    orphaned = 0  # draws that left a class to nobody
-    for _ in range(_TRIES):
-        phi = _ownership(clients, len(sizes), p, rng)
+    orphaning_draws = 0  # draws that left a class to nobody
+    for _ in range(_MAX_DRAWS):
+        phi = _draw_ownership(clients, len(sizes), p, rng)
         if not phi.any(axis=0).all():
-            orphaned += 1
+            orphaning_draws += 1
             continue
         counts = np.zeros(phi.shape, dtype=np.int64)  # K×C
         for c, size in enumerate(sizes):
-            counts[phi[:, c], c] = rng.multinomial(size, _shares(int(phi[:, c].sum()), alpha, rng))
+            counts[phi[:, c], c] = rng.multinomial(
+                size, _draw_shares(int(phi[:, c].sum()), alpha, rng)
+            )
         if counts.sum(axis=1).min() >= min_size:
             break
     else:
         causes = []
-        if orphaned:
-            causes.append(f"{orphaned} left a class without a client (raise p, now {p:g})")
-        if orphaned < _TRIES:
-            way_out = (
+        if orphaning_draws:
+            causes.append(f"{orphaning_draws} left a class without a client (raise p, now {p:g})")
+        if orphaning_draws < _MAX_DRAWS:
+            advice = (
                 "raise alpha or lower clients" if p == 1 else "raise p or alpha, or lower clients"
             )
             causes.append(
-                f"{_TRIES - orphaned} left a client with fewer than {min_size} samples ({way_out})"
+                f"{_MAX_DRAWS - orphaning_draws} left a client with fewer than {min_size} samples "
+                f"({advice})"
             )
         raise UserError(
             f"no split of {len(labels)} samples over {clients} clients with alpha = {alpha:g} in "
-            f"{_TRIES} draws: {', '.join(causes)}"
+            f"{_MAX_DRAWS} draws: {', '.join(causes)}"
         )
 
     owner = np.empty(len(labels), dtype=np.int64)
@@ -82,7 +85,7 @@ def bernoulli_dirichlet(
         owner[rng.permutation(np.flatnonzero(class_of == c))] = np.repeat(
             np.arange(clients), counts[:, c]
         )
-    return _group(owner, clients)
+    return _group_by_owner(owner, clients)
 
 
 def dirichlet(
@@ -97,7 +100,7 @@ def dirichlet(
 def iid(labels: IntArray, clients: int, rng: np.random.Generator) -> list[IntArray]:
     """A random split in sizes that differ by at most one."""
     _check_sizes(labels, clients, min_size=1)
-    return _group(rng.permutation(np.arange(len(labels)) % clients), clients)
+    return _group_by_owner(rng.permutation(np.arange(len(labels)) % clients), clients)
 
 
 def by_column(values: Sequence[str]) -> Parts:
@@ -111,9 +114,10 @@ def by_column(values: Sequence[str]) -> Parts:
             "fill the site column or use another partition"
         )
     names = sorted(set(sites))
-    number = {name: k for k, name in enumerate(names)}
+    number_of = {name: k for k, name in enumerate(names)}
     return Parts(
-        tuple(_group(np.array([number[site] for site in sites]), len(names))), tuple(names)
+        tuple(_group_by_owner(np.array([number_of[site] for site in sites]), len(names))),
+        tuple(names),
     )
 
 
@@ -131,22 +135,22 @@ def _check_sizes(labels: IntArray, clients: int, min_size: int) -> None:
         )
 
 
-def _ownership(clients: int, classes: int, p: float, rng: np.random.Generator) -> BoolArray:
-    """Φ [K×C] of independent Bernoulli(p), given that no row (where K >= C,
-    else no column) is all zero.
+def _draw_ownership(clients: int, classes: int, p: float, rng: np.random.Generator) -> BoolArray:
+    """Φ [K×C] of independent Bernoulli(p),
+    given that no row (where K >= C, else no column) is all zero.
 
     The shorter lines are the likelier to come out empty, at small p almost surely. Conditioning
     them here, by the truncated geometric law of a line's first one, is exact and spares the redraws
     that would hardly ever succeed.
     """
     lines, length = max(clients, classes), min(clients, classes)
-    position, law = np.arange(length), (1 - p) ** np.arange(length)
-    first = rng.choice(length, lines, p=law / law.sum())[:, None]
+    position, weights = np.arange(length), (1 - p) ** np.arange(length)
+    first = rng.choice(length, lines, p=weights / weights.sum())[:, None]
     phi: BoolArray = (position == first) | ((position > first) & (rng.random((lines, length)) < p))
     return phi if clients >= classes else phi.T
 
 
-def _shares(owners: int, alpha: float, rng: np.random.Generator) -> FloatArray:
+def _draw_shares(owners: int, alpha: float, rng: np.random.Generator) -> FloatArray:
     shares = rng.dirichlet(np.full(owners, alpha))
     if abs(shares.sum() - 1) < 1e-9:
         return shares
@@ -155,13 +159,13 @@ def _shares(owners: int, alpha: float, rng: np.random.Generator) -> FloatArray:
     return np.eye(owners)[rng.integers(owners)] if alpha < 1 else np.full(owners, 1 / owners)
 
 
-def _group(owner: IntArray, clients: int) -> list[IntArray]:
-    # stable: indices stay sorted within a client
+def _group_by_owner(owner: IntArray, clients: int) -> list[IntArray]:
+    # Stable: indices stay sorted within a client.
     order = np.argsort(owner, kind="stable").astype(np.int64)
     return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
 
-def _numbered(indices: list[IntArray]) -> Parts:
+def _name_clients(indices: list[IntArray]) -> Parts:
     width = len(str(len(indices) - 1))
     return Parts(tuple(indices), tuple(f"client {k:0{width}}" for k in range(len(indices))))
 
@@ -192,7 +196,7 @@ class BernoulliDirichlet(Options):
         self, labels: IntArray, sites: Sequence[str] | None, rng: np.random.Generator
     ) -> Parts:
         """See `bernoulli_dirichlet`."""
-        return _numbered(bernoulli_dirichlet(labels, self.clients, self.p, self.alpha, rng))
+        return _name_clients(bernoulli_dirichlet(labels, self.clients, self.p, self.alpha, rng))
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,7 @@ class Dirichlet(Options):
         self, labels: IntArray, sites: Sequence[str] | None, rng: np.random.Generator
     ) -> Parts:
         """See `dirichlet`."""
-        return _numbered(dirichlet(labels, self.clients, self.alpha, rng))
+        return _name_clients(dirichlet(labels, self.clients, self.alpha, rng))
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ class IID(Options):
         self, labels: IntArray, sites: Sequence[str] | None, rng: np.random.Generator
     ) -> Parts:
         """See `iid`."""
-        return _numbered(iid(labels, self.clients, rng))
+        return _name_clients(iid(labels, self.clients, rng))
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,12 @@ class Split(Options):
         if not self.validation:
             return Parts(train, train[:0], test)
         # From the rest, so that the test part is the same with and without validation.
-        left = None if groups is None else [groups[i] for i in train]
+        train_groups = None if groups is None else [groups[i] for i in train]
         share = self.validation / (1 - self.test)
-        kept, validation = _two_sides(dataset.labels[train], share, rng, left, "validation")
-        return Parts(train[kept], train[validation], test)
+        train_rows, validation_rows = _split_in_two(
+            dataset.labels[train], share, rng, train_groups, "validation"
+        )
+        return Parts(train[train_rows], train[validation_rows], test)
 
 
 def read_split(path: Path, dataset: Dataset) -> Parts:
@@ -79,29 +81,32 @@ def read_split(path: Path, dataset: Dataset) -> Parts:
             f"split.file {path}: the data's ids are not unique, so a "
             "split cannot be looked up by id"
         )
-    part, line_of = np.full(len(ids), -1), dict[str, int]()
+    part_numbers, line_of = np.full(len(ids), -1), dict[str, int]()
     for line, row in read_table(path, ("id", "part")):
-        sample, where = row["id"], f"split.file {path}, line {line}"
+        sample, location = row["id"], f"split.file {path}, line {line}"
         if sample not in position:
             raise UserError(
-                f"{where}: no image has the id {sample!r} (the first is {next(iter(ids), None)!r})"
+                f"{location}: no image has the id {sample!r} "
+                f"(the first is {next(iter(ids), None)!r})"
             )
         if sample in line_of:
             raise UserError(
-                f"{where}: id {sample!r} is on line {line_of[sample]} already; keep one"
+                f"{location}: id {sample!r} is on line {line_of[sample]} already; keep one"
             )
         if row["part"] not in PARTS:
-            raise UserError(f"{where}: part must be train, validation or test, got {row['part']!r}")
+            raise UserError(
+                f"{location}: part must be train, validation or test, got {row['part']!r}"
+            )
         line_of[sample] = line
-        part[position[sample]] = PARTS.index(row["part"])
-    unlisted = np.flatnonzero(part < 0)
+        part_numbers[position[sample]] = PARTS.index(row["part"])
+    unlisted = np.flatnonzero(part_numbers < 0)
     if len(unlisted):
         raise UserError(
             f"split.file {path} does not list {len(unlisted)} of the {len(ids)} images, "
             f"{ids[unlisted[0]]!r} first: it must give each a part"
         )
     for side in ("train", "test"):
-        missing = np.setdiff1d(dataset.labels, dataset.labels[part == PARTS.index(side)])
+        missing = np.setdiff1d(dataset.labels, dataset.labels[part_numbers == PARTS.index(side)])
         if len(missing) == len(np.unique(dataset.labels)):
             raise UserError(f"split.file {path} has no image in the {side} part")
         if len(missing):
@@ -109,7 +114,7 @@ def read_split(path: Path, dataset: Dataset) -> Parts:
             warnings.warn(
                 f"{path} has no image of {names} in the {side} part", FedNoRoWarning, stacklevel=2
             )
-    return Parts(*(np.flatnonzero(part == i) for i in range(len(PARTS))))
+    return Parts(*(np.flatnonzero(part_numbers == i) for i in range(len(PARTS))))
 
 
 def write_split(path: Path, dataset: Dataset, parts: Parts) -> None:
@@ -144,19 +149,19 @@ def train_test(
     given); with a single one it is trained on only. Images of one group, say of one
     patient, are never on both sides.
     """
-    return _two_sides(dataset_labels, test, rng, groups, "test")
+    return _split_in_two(dataset_labels, test, rng, groups, "test")
 
 
-def _two_sides(
+def _split_in_two(
     dataset_labels: IntArray,
     share: float,
     rng: np.random.Generator,
     groups: Sequence[str] | None,
-    kept_for: str,
+    part_name: str,
 ) -> tuple[IntArray, IntArray]:
     labels = np.asarray(dataset_labels)
     if not 0 < share < 1:
-        raise UserError(f"the {kept_for} share must be in (0, 1), got {share}")
+        raise UserError(f"the {part_name} share must be in (0, 1), got {share}")
     if not len(labels):
         raise UserError("there are no images to split")
     if groups is not None and len(groups) != len(labels):
@@ -164,18 +169,18 @@ def _two_sides(
 
     _, label = np.unique(labels, return_inverse=True)
     if groups is None:
-        kept = _by_class(label, share, rng)
+        held_out = _hold_out_images(label, share, rng)
     else:
         _, group = np.unique(np.asarray(groups), return_inverse=True)
-        kept = _by_group(label, group, share, rng)
+        held_out = _hold_out_groups(label, group, share, rng)
 
     unit = "image" if groups is None else "group"
-    if not kept.any():
+    if not held_out.any():
         raise UserError(
-            f"nothing is left for the {kept_for} set: each {unit} is the only one of some class"
+            f"nothing is left for the {part_name} set: each {unit} is the only one of some class"
         )
-    for side, here in ((kept_for, kept), ("train", ~kept)):
-        missing = np.setdiff1d(labels, labels[here])
+    for side, side_rows in ((part_name, held_out), ("train", ~held_out)):
+        missing = np.setdiff1d(labels, labels[side_rows])
         if len(missing):
             warnings.warn(
                 f"too few {unit}s to have label {', '.join(map(str, missing))} on "
@@ -183,20 +188,20 @@ def _two_sides(
                 FedNoRoWarning,
                 stacklevel=3,
             )
-    return np.flatnonzero(~kept), np.flatnonzero(kept)
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
-def _by_class(label: IntArray, share: float, rng: np.random.Generator) -> BoolArray:
-    kept = np.zeros(len(label), bool)
+def _hold_out_images(label: IntArray, share: float, rng: np.random.Generator) -> BoolArray:
+    held_out = np.zeros(len(label), bool)
     for c in range(label.max() + 1):
         members = rng.permutation(np.flatnonzero(label == c))
         n = len(members)
         if n > 1:
-            kept[members[: min(max(round(n * share), 1), n - 1)]] = True
-    return kept
+            held_out[members[: min(max(round(n * share), 1), n - 1)]] = True
+    return held_out
 
 
-def _by_group(
+def _hold_out_groups(
     label: IntArray, group: IntArray, share: float, rng: np.random.Generator
 ) -> BoolArray:
     """Whole groups, the class with the fewest of them first; each to the side
@@ -205,24 +210,24 @@ def _by_group(
     counts = np.zeros((group.max() + 1, label.max() + 1))  # G×C
     np.add.at(counts, (group, label), 1)
     per_class = counts.sum(axis=0)
-    ahead = np.zeros_like(per_class)  # images kept so far beyond the share of those decided on
+    surplus = np.zeros_like(per_class)  # images kept so far beyond the share of those decided on
     side = np.full(len(counts), -1)  # −1 undecided, 0 train, 1 kept
 
     for c in np.argsort((counts > 0).sum(axis=0), kind="stable"):
         holders = np.flatnonzero(counts[:, c])
-        free = rng.permutation(holders[side[holders] < 0])
-        for g in free:
-            if_trained, if_kept = ahead - share * counts[g], ahead + (1 - share) * counts[g]
-            side[g] = (if_kept**2 / per_class).sum() < (if_trained**2 / per_class).sum()
-            ahead = if_kept if side[g] else if_trained
+        undecided = rng.permutation(holders[side[holders] < 0])
+        for g in undecided:
+            if_trained, if_held_out = surplus - share * counts[g], surplus + (1 - share) * counts[g]
+            side[g] = (if_held_out**2 / per_class).sum() < (if_trained**2 / per_class).sum()
+            surplus = if_held_out if side[g] else if_trained
         if len(set(side[holders])) == 2:
             continue
         # The class is on one side only: its smallest group that no rarer
         # class has claimed changes over.
-        wanted = 0 if len(holders) == 1 else 1 - side[holders[0]]
-        if len(free) and wanted != side[holders[0]]:
-            smallest = free[np.argmin(counts[free].sum(axis=1))]
-            side[smallest] = wanted
-            ahead += (2 * wanted - 1) * counts[smallest]
-    kept: BoolArray = side[group] == 1
-    return kept
+        missing_side = 0 if len(holders) == 1 else 1 - side[holders[0]]
+        if len(undecided) and missing_side != side[holders[0]]:
+            smallest = undecided[np.argmin(counts[undecided].sum(axis=1))]
+            side[smallest] = missing_side
+            surplus += (2 * missing_side - 1) * counts[smallest]
+    held_out: BoolArray = side[group] == 1
+    return held_out

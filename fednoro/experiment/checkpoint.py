@@ -29,15 +29,21 @@ from fednoro.core.files import disk_errors, to_disk, whole, write_whole
 from fednoro.core.types import State, UserError, Weights
 from fednoro.data.client import Client
 from fednoro.engine.streams import current, finish, stream
-from fednoro.experiment.config.configuration import INCIDENTAL, Config, dump, flat, resolve
+from fednoro.experiment.config.configuration import (
+    RUNTIME_KEYS,
+    Config,
+    dump,
+    flatten_config,
+    resolve,
+)
 from fednoro.experiment.run_folder.run_files import LOGS, RunFolder
 
-KEPT_CHECKPOINTS = 2
+CHECKPOINTS_PER_RUN = 2
 # What may change without another result than a run on other hardware or in another
 # place would have. Data are told apart by what they are (`federation.fingerprint`), so
 # that their files may move.
-HARMLESS = {*INCIDENTAL, "data.path", "data.csv", "data.labels", "data.cache"}
-NAMED = 5  # changes that are told
+CHANGEABLE_KEYS = {*RUNTIME_KEYS, "data.path", "data.csv", "data.labels", "data.cache"}
+LISTED_AT_MOST = 5  # changes that are told
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def write_checkpoint(folder: RunFolder, snapshot: Snapshot) -> None:
         tensors |= {f"kept.{name}.values": model.values, f"kept.{name}.counters": model.counters}
     for k, memory in snapshot.memories.items():
         tensors.update({f"memory.{k}.{name}": value for name, value in memory.items()})
-    tensors = _on_host(tensors)
+    tensors = _copy_to_host(tensors)
     facts = {
         "segments": state.model.segments,
         "round": state.round,
@@ -110,9 +116,9 @@ def write_checkpoint(folder: RunFolder, snapshot: Snapshot) -> None:
             if log.exists():
                 # they must not be shorter than the checkpoint says, even after a power cut
                 to_disk(log)
-    with whole(folder.path / "checkpoints" / f"round-{state.round:05d}.safetensors") as beside:
-        _write_safetensors(beside, tensors, metadata)
-    for old in checkpoints(folder)[:-KEPT_CHECKPOINTS]:
+    with whole(folder.path / "checkpoints" / f"round-{state.round:05d}.safetensors") as temporary:
+        _write_safetensors(temporary, tensors, metadata)
+    for old in checkpoints(folder)[:-CHECKPOINTS_PER_RUN]:
         old.unlink(missing_ok=True)
 
 
@@ -124,18 +130,18 @@ def checkpoints(folder: RunFolder) -> list[Path]:
 def restore(folder: RunFolder, clients: Mapping[int, Client]) -> State | None:
     """The newest checkpoint's state, with the clients' memories put back and the logs cut to it."""
     with disk_errors(folder.path):
-        for remains in folder.path.rglob(".*.tmp"):
-            remains.unlink()
-    saved = checkpoints(folder)
-    if not saved:
+        for leftover in folder.path.rglob(".*.tmp"):
+            leftover.unlink()
+    paths = checkpoints(folder)
+    if not paths:
         for name in LOGS:
             (folder.path / name).unlink(missing_ok=True)
         return None
-    snapshot = load_checkpoint(saved[-1])
+    snapshot = load_checkpoint(paths[-1])
     for name, size in snapshot.logs.items():
         if _size(folder.path / name) < size:
             raise UserError(
-                f"{folder.path / name} is shorter than it was at checkpoint {saved[-1]}: delete "
+                f"{folder.path / name} is shorter than it was at checkpoint {paths[-1]}: delete "
                 "that checkpoint to resume from the one before"
             )
     for name, size in snapshot.logs.items():
@@ -184,13 +190,13 @@ def load_checkpoint(path: Path) -> Snapshot:
             for name in tensors
             if name.startswith("kept.") and name.endswith(".values")
         ]
-        kept = {
+        other_models = {
             name: Weights(
                 tensors.pop(f"kept.{name}.values"), tensors.pop(f"kept.{name}.counters"), segments
             )
             for name in names
         }
-        state = State(model, kept=kept, **facts)
+        state = State(model, kept=other_models, **facts)
     except Exception as error:  # each kind of damage raises another type
         why = (
             f"it has no {error}"
@@ -210,13 +216,13 @@ def load_checkpoint(path: Path) -> Snapshot:
 def to_device(state: State, device: torch.device) -> State:
     """The same state with its models on `device`."""
 
-    def moved(model: Weights) -> Weights:
+    def move(model: Weights) -> Weights:
         return replace(model, values=model.values.to(device))
 
     return replace(
         state,
-        model=moved(state.model),
-        kept={name: moved(model) for name, model in state.kept.items()},
+        model=move(state.model),
+        kept={name: move(model) for name, model in state.kept.items()},
     )
 
 
@@ -224,7 +230,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies, because safetensors refuses tensors that share storage; from a GPU
     past whatever it is busy with.
     """
@@ -234,14 +240,14 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for device in {tensor.device for tensor in tensors.values()}
     }
     for name, tensor in tensors.items():
-        beside = streams[tensor.device]
-        with torch.cuda.stream(beside):
+        side_stream = streams[tensor.device]
+        with torch.cuda.stream(side_stream):
             copies[name] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=beside is not None
+                tensor.shape, dtype=tensor.dtype, pin_memory=side_stream is not None
             )
-            copies[name].copy_(tensor.detach(), non_blocking=beside is not None)
-    for beside in streams.values():
-        finish(beside)
+            copies[name].copy_(tensor.detach(), non_blocking=side_stream is not None)
+    for side_stream in streams.values():
+        finish(side_stream)
     return copies
 
 
@@ -252,10 +258,10 @@ def _write_safetensors(
     try:
         save_file(dict(tensors), path, dict(metadata))
     except SafetensorError as error:
-        known = re.search(r"os error (\d+)", str(error))
-        if known is None:
+        match = re.search(r"os error (\d+)", str(error))
+        if match is None:
             raise
-        raise OSError(int(known[1]), os.strerror(int(known[1]))) from error
+        raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
 
 
 def _checksum(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
@@ -266,26 +272,33 @@ def _checksum(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def keep_or_compare(folder: Path, config: Config) -> None:
+def check_unchanged(folder: Path, config: Config) -> None:
     """Keeps what the run in `folder` is begun with, or refuses what differs from it."""
-    kept = folder / "checkpoints" / "config.yaml"
-    if not kept.exists():
-        write_whole(kept, dump(config).encode())
+    original = folder / "checkpoints" / "config.yaml"
+    if not original.exists():
+        write_whole(original, dump(config).encode())
         return
     try:
-        before, now = flat(resolve(kept)), flat(config)
+        first_options, options = flatten_config(resolve(original)), flatten_config(config)
     except UserError:
         # an earlier version had options that are gone: whoever took them out of config.yaml had to
         return
-    if changed := [
-        key for key in {**before, **now} if key not in HARMLESS and before.get(key) != now.get(key)
+    if changed_keys := [
+        key
+        for key in {**first_options, **options}
+        if key not in CHANGEABLE_KEYS and first_options.get(key) != options.get(key)
     ]:
-        named = ", ".join(
-            f"{key} (was {before.get(key)}, is {now.get(key)})" for key in changed[:NAMED]
+        listing = ", ".join(
+            f"{key} (was {first_options.get(key)}, is {options.get(key)})"
+            for key in changed_keys[:LISTED_AT_MOST]
         )
-        named += f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+        listing += (
+            f" and {len(changed_keys) - LISTED_AT_MOST} more"
+            if len(changed_keys) > LISTED_AT_MOST
+            else ""
+        )
         file = folder / "config.yaml"
         raise UserError(
-            f"{file} has changed since the run began: {named}. Set it back, or begin another run "
+            f"{file} has changed since the run began: {listing}. Set it back, or begin another run "
             f"with: fednoro run {file} name=another"
         )

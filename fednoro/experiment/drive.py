@@ -109,7 +109,7 @@ def load(path: str | Path) -> Run:
 
 
 @contextmanager
-def held(folder: RunFolder, watcher: Watcher) -> Iterator[None]:
+def lock_run(folder: RunFolder, watcher: Watcher) -> Iterator[None]:
     """Keeps other processes out of the folder, and says how to go on
     where the user stops the run.
     """
@@ -158,7 +158,7 @@ def drive(
         memories: clients whose memory this process keeps, and so has to save.
     """
     options = config.train
-    unsaved, reached, saver = 0, take_snapshot(folder, state, memories), Saver(folder)
+    unsaved_exchanges, snapshot, saver = 0, take_snapshot(folder, state, memories), Saver(folder)
     try:
         for turn in play(
             config.method,
@@ -171,37 +171,37 @@ def drive(
         ):
             folder.record(turn)
             state = turn.state
-            reached = take_snapshot(folder, state, memories)
+            snapshot = take_snapshot(folder, state, memories)
             watcher.turned(turn)
             for message in turn.warnings:
                 watcher.warned(message)
-            unsaved += 1  # exchanges: a method may have many before its first round ends
+            unsaved_exchanges += 1  # a method may have many before its first round ends
             if (
-                unsaved >= config.checkpoint_every
+                unsaved_exchanges >= config.checkpoint_every
                 or turn.task == "score"
                 or state.round == state.rounds
             ):
-                saver.write(reached)
-                unsaved = 0
+                saver.write(snapshot)
+                unsaved_exchanges = 0
         saver.wait()
     except KeyboardInterrupt:
         # not what the logs and the clients' memories are now: that may be half a round
-        saver.write(reached)
+        saver.write(snapshot)
         saver.wait()
         raise
     return state
 
 
-def verdict_of(state: State, clients: int, truth: BoolArray | None) -> dict[str, Any] | None:
+def final_verdict(state: State, clients: int, truth: BoolArray | None) -> dict[str, Any] | None:
     """What was found about the clients, and how right that is where the truth is
     known; None without a verdict.
     """
-    judged = state.memo.get("detection")
-    if judged is None:
+    last_scoring = state.memo.get("detection")
+    if last_scoring is None:
         return None
-    known = verdicts(state)
-    flagged = [known.get(k, True) for k in range(clients)]  # as they were trained
-    verdict = {**judged, "flagged": [k for k, noisy in enumerate(flagged) if noisy]}
+    client_verdicts = verdicts(state)
+    flagged = [client_verdicts.get(k, True) for k in range(clients)]  # as they were trained
+    verdict = {**last_scoring, "flagged": [k for k, noisy in enumerate(flagged) if noisy]}
     if truth is not None:
         recall, precision, exact = detection(flagged, truth)
         noisy = [int(k) for k in truth.nonzero()[0]]
@@ -218,7 +218,7 @@ def finish(
     records = folder.rounds()
     bacc = [record["bacc"] for record in records]
     best, last, final = best_last(bacc)
-    verdict = verdict_of(state, setting.clients, setting.noisy)
+    verdict = final_verdict(state, setting.clients, setting.noisy)
     if verdict is not None:
         write_json(folder.path / "detection.json", verdict)
     # One entry: safetensors writes several in any order, and equal runs
@@ -241,10 +241,10 @@ def finish(
     if setting.image is not None:
         result["image"] = setting.image
     if all("validation_bacc" in record for record in records):
-        chosen = max(records, key=lambda record: record["validation_bacc"])  # the first of equals
+        best_row = max(records, key=lambda record: record["validation_bacc"])  # the first of equals
         result |= {
-            "best_by_validation": chosen["bacc"],
-            "best_round_by_validation": chosen["round"],
+            "best_by_validation": best_row["bacc"],
+            "best_round_by_validation": best_row["round"],
         }
     write_json(folder.path / "result.json", result)
     return load(folder.path)
@@ -252,10 +252,10 @@ def finish(
 
 @contextmanager
 def warnings_to(watcher: Watcher) -> Iterator[None]:
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         yield
-    for warning in caught:
+    for warning in caught_warnings:
         if issubclass(warning.category, FedNoRoWarning):
             watcher.warned(str(warning.message))
         else:

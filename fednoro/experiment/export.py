@@ -21,9 +21,9 @@ from fednoro.core.seeds import generator
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.federation import Federation, fingerprint
 from fednoro.experiment.drive import Run
-from fednoro.experiment.trained_model import Trained, open_trained, untrained
+from fednoro.experiment.trained_model import Trained, new_network, open_trained_model
 
-IMAGES = 64  # that a model is compared on
+COMPARED_IMAGES = 64  # that a model is compared on
 # |a − b| ≤ TOLERANCE · (1 + |b|) for every logit: another program adds in another order
 TOLERANCE = 1e-4
 
@@ -50,10 +50,10 @@ def export(run: Run | str | Path, path: str | Path, kind: str) -> Exported:
     """
     if kind not in ("onnx", "safetensors"):
         raise UserError(f"a model is exported as onnx or safetensors, got {kind!r}")
-    model, target = open_trained(run), Path(path).expanduser()
+    model, target = open_trained_model(run), Path(path).expanduser()
     content, forward = (_onnx if kind == "onnx" else _safetensors)(model)
-    images, real = _to_compare(model)
-    difference, agreement = _compared(model, forward, images, exact=kind == "safetensors")
+    images, real = _comparison_images(model)
+    difference, agreement = _compare_outputs(model, forward, images, exact=kind == "safetensors")
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, content)
     return Exported(target, len(content), len(images), real, difference, agreement)
@@ -67,7 +67,7 @@ def _onnx(model: Trained) -> tuple[bytes, Forward]:
         raise UserError(f"--onnx needs {error.name}: pip install 'fednoro[export]'") from error
     height, width, _ = model.image
     example = torch.zeros(2, model.inputs, height, width)
-    raw: Any = io.BytesIO()  # it takes a file too, whatever its annotation says
+    buffer: Any = io.BytesIO()  # it takes a file too, whatever its annotation says
     batch = {0: "batch"}
     # The exporter that needs no further package warns that there is a newer one, and
     # the tracer of every comparison of sizes; the comparison of outputs below is what
@@ -77,13 +77,13 @@ def _onnx(model: Trained) -> tuple[bytes, Forward]:
         torch.onnx.export(
             model.net,
             (example,),
-            raw,
+            buffer,
             dynamo=False,
             input_names=["images"],
             output_names=["logits"],
             dynamic_axes={"images": batch, "logits": batch},
         )
-    proto = onnx.load_from_string(raw.getvalue())
+    proto = onnx.load_from_string(buffer.getvalue())
     for key, value in model.metadata.items():
         proto.metadata_props.add(key=key, value=value)
     onnx.checker.check_model(proto)
@@ -102,7 +102,7 @@ def _safetensors(model: Trained) -> tuple[bytes, Forward]:
 
     tensors = {name: tensor.contiguous().clone() for name, tensor in model.net.state_dict().items()}
     content = save(tensors, model.metadata)
-    fresh = untrained(model.config, model.image[2], len(model.classes))
+    fresh = new_network(model.config, model.image[2], len(model.classes))
     fresh.load_state_dict(load(content))
     fresh.eval()
 
@@ -114,38 +114,38 @@ def _safetensors(model: Trained) -> tuple[bytes, Forward]:
     return content, forward
 
 
-def _to_compare(model: Trained) -> tuple[NDArray[np.uint8], bool]:
+def _comparison_images(model: Trained) -> tuple[NDArray[np.uint8], bool]:
     """Test images of the run; where its data is not here or is another by now, made-up ones."""
     try:
         federation = Federation.load(model.folder / "split.npz")
         dataset = model.config.data.load(model.config.seed)
         if fingerprint(dataset) != federation.fingerprint:
             raise UserError("the data has changed since")
-        return np.asarray(dataset.images[federation.test[:IMAGES]]), True
+        return np.asarray(dataset.images[federation.test[:COMPARED_IMAGES]]), True
     except (OSError, UserError) as error:
         message = (
             f"the run's test images are not at hand ({error}): the "
             "export is compared on made-up images"
         )
         warnings.warn(message, FedNoRoWarning, stacklevel=3)
-        noise = generator(0, "export").integers(0, 256, (IMAGES, *model.image))
+        noise = generator(0, "export").integers(0, 256, (COMPARED_IMAGES, *model.image))
         return noise.astype(np.uint8), False
 
 
-def _compared(
+def _compare_outputs(
     model: Trained, forward: Forward, images: NDArray[np.uint8], exact: bool
 ) -> tuple[float, float]:
     """The largest difference of a logit, over all images at once and over the first alone."""
     worst = 0.0
     for part in (images, images[:1]):
-        wanted, found = model.logits(part).double(), forward(part).double()
-        if found.shape != wanted.shape:
+        expected, actual = model.logits(part).double(), forward(part).double()
+        if actual.shape != expected.shape:
             raise UserError(
-                f"the exported model gives {tuple(found.shape)} numbers, "
-                f"the network {tuple(wanted.shape)}"
+                f"the exported model gives {tuple(actual.shape)} numbers, "
+                f"the network {tuple(expected.shape)}"
             )
-        bound = torch.zeros_like(wanted) if exact else TOLERANCE * (1 + wanted.abs())
-        difference = (found - wanted).abs()
+        bound = torch.zeros_like(expected) if exact else TOLERANCE * (1 + expected.abs())
+        difference = (actual - expected).abs()
         if not bool((difference <= bound).all()):
             raise UserError(
                 "the exported model's outputs differ by up to "

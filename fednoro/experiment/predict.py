@@ -21,7 +21,7 @@ from fednoro.core.files import write_whole
 from fednoro.core.types import FloatArray, UserError
 from fednoro.data.cache.archive import LIMIT
 from fednoro.experiment.drive import Run
-from fednoro.experiment.trained_model import Trained, open_trained
+from fednoro.experiment.trained_model import Trained, open_trained_model
 
 # in folders; archives of hospitals name DICOM without one
 ENDINGS = {"", ".jpg", ".jpeg", ".png", ".dcm", ".dicom"}
@@ -69,28 +69,28 @@ def predict(
     """
     if batch < 1:
         raise UserError(f"batch must be >= 1, got {batch}")
-    model = open_trained(run)
-    found = list(dict(listed(images)).items())
+    model = open_trained_model(run)
+    files = list(dict(list_files(images)).items())
     rows: list[Prediction] = []
     with warnings.catch_warnings(), ThreadPoolExecutor(4) as pool:
         warnings.simplefilter("ignore")  # odd metadata of readable images
-        for start in range(0, len(found), batch):
-            part = found[start : start + batch]
-            decoded = list(pool.map(partial(_attempt, model), part))
-            rows += _judged(model, [path for path, _ in part], decoded)
+        for start in range(0, len(files), batch):
+            part = files[start : start + batch]
+            images_or_reasons = list(pool.map(partial(_decode, model), part))
+            rows += _predict_decoded(model, [path for path, _ in part], images_or_reasons)
             if progress:
-                progress("predicting", len(rows), len(found))
+                progress("predicting", len(rows), len(files))
     return Predictions(model.classes, tuple(rows))
 
 
-def listed(images: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
+def list_files(images: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
     """Every file that is meant, with the reason where there is none."""
-    for given in map(str, images):
-        path = Path(given).expanduser()
+    for pattern in map(str, images):
+        path = Path(pattern).expanduser()
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if _may_be_image(file, path))
-            yield from ((str(file), "") for file in inside)
-            if not inside:
+            files = sorted(file for file in path.rglob("*") if _may_be_image(file, path))
+            yield from ((str(file), "") for file in files)
+            if not files:
                 yield str(path), "no JPEG, PNG or DICOM file in this folder"
         elif path.exists():
             yield str(path), "" if path.is_file() else "not a file"
@@ -105,7 +105,7 @@ def _may_be_image(file: Path, root: Path) -> bool:
     return not hidden and file.suffix.lower() in ENDINGS and file.is_file()
 
 
-def _attempt(model: Trained, item: tuple[str, str]) -> NDArray[np.uint8] | str:
+def _decode(model: Trained, item: tuple[str, str]) -> NDArray[np.uint8] | str:
     """The pixels, or why there are none."""
     name, reason = item
     if reason:
@@ -124,37 +124,47 @@ def _attempt(model: Trained, item: tuple[str, str]) -> NDArray[np.uint8] | str:
         return " ".join(str(error).split()) or type(error).__name__
 
 
-def _judged(
-    model: Trained, paths: Sequence[str], decoded: Sequence[NDArray[np.uint8] | str]
+def _predict_decoded(
+    model: Trained, paths: Sequence[str], images_or_reasons: Sequence[NDArray[np.uint8] | str]
 ) -> list[Prediction]:
-    pixels = [image for image in decoded if not isinstance(image, str)]
-    told = iter(model.logits(np.stack(pixels)).double().softmax(1).numpy() if pixels else ())
+    pixels = [image for image in images_or_reasons if not isinstance(image, str)]
+    probabilities = iter(
+        model.logits(np.stack(pixels)).double().softmax(1).numpy() if pixels else ()
+    )
     return [
-        Prediction(path, None, image) if isinstance(image, str) else Prediction(path, next(told))
-        for path, image in zip(paths, decoded, strict=True)
+        Prediction(path, None, image)
+        if isinstance(image, str)
+        else Prediction(path, next(probabilities))
+        for path, image in zip(paths, images_or_reasons, strict=True)
     ]
 
 
-def write(found: Predictions, path: Path) -> None:
+def write(predictions: Predictions, path: Path) -> None:
     """All probabilities, as .csv or .json by the file's ending."""
     kinds = {".csv": _csv, ".json": _json}
     kind = kinds.get(path.suffix.lower())
     if kind is None:
         raise UserError(f"--to takes a file that ends in {' or '.join(kinds)}, got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, kind(found).encode("utf-8", "replace"))
+    write_whole(path, kind(predictions).encode("utf-8", "replace"))
 
 
-def _csv(found: Predictions) -> str:
+def _csv(predictions: Predictions) -> str:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(
-        ["path", "predicted", "probability", *(f"p({name})" for name in found.classes), "error"]
+        [
+            "path",
+            "predicted",
+            "probability",
+            *(f"p({name})" for name in predictions.classes),
+            "error",
+        ]
     )
-    for row in found.rows:
-        best = [(name, f"{value:.6g}") for name, value in found.top(row, 1)] or [("", "")]
+    for row in predictions.rows:
+        best = [(name, f"{value:.6g}") for name, value in predictions.top(row, 1)] or [("", "")]
         shares = (
-            [""] * len(found.classes)
+            [""] * len(predictions.classes)
             if row.probabilities is None
             else [f"{p:.6g}" for p in row.probabilities]
         )
@@ -162,16 +172,19 @@ def _csv(found: Predictions) -> str:
     return text.getvalue()
 
 
-def _json(found: Predictions) -> str:
+def _json(predictions: Predictions) -> str:
     rows: list[dict[str, Any]] = []
-    for row in found.rows:
+    for row in predictions.rows:
         if row.probabilities is None:
             rows.append({"path": row.path, "error": row.error})
             continue
-        shares = {name: float(p) for name, p in zip(found.classes, row.probabilities, strict=True)}
+        shares = {
+            name: float(p) for name, p in zip(predictions.classes, row.probabilities, strict=True)
+        }
         rows.append(
-            {"path": row.path, "predicted": found.top(row, 1)[0][0], "probabilities": shares}
+            {"path": row.path, "predicted": predictions.top(row, 1)[0][0], "probabilities": shares}
         )
     return (
-        json.dumps({"classes": found.classes, "images": rows}, indent=1, ensure_ascii=False) + "\n"
+        json.dumps({"classes": predictions.classes, "images": rows}, indent=1, ensure_ascii=False)
+        + "\n"
     )

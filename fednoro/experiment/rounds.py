@@ -91,41 +91,47 @@ def play(
     """Plays the remaining rounds from `state`; `clients` may be asked for before every
     exchange, as some join late.
     """
-    raised: dict[int, Exception] = {}  # since anybody last answered
+    errors: dict[int, Exception] = {}  # since anybody last answered
     while state.round < state.rounds:
-        known = tuple(clients() if callable(clients) else clients)
-        began = time.perf_counter()
-        with warnings.catch_warnings(record=True) as caught:
+        client_ids = tuple(clients() if callable(clients) else clients)
+        start = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
-            tasks = method.plan(state, Clients(known, draw(known, participation, state)))
+            tasks = method.plan(state, Clients(client_ids, draw(client_ids, participation, state)))
             if not tasks:
                 raise RuntimeError(
                     f"{type(method).__name__}.plan asked nobody in round {state.round + 1}"
                 )
             name = next(iter(tasks.values())).name
-            present = {
+            sent_tasks = {
                 k: task for k, task in tasks.items() if not _drops_out(state, name, k, failures)
             }
             ledger = [
-                Answer(k, "dropped", reason="simulated failure") for k in tasks if k not in present
+                Answer(k, "dropped", reason="simulated failure")
+                for k in tasks
+                if k not in sent_tasks
             ]
-            stream = _screened(exchange(method, present), Screen(present, state.classes), ledger)
-            after = method.fold(state, Replies(name, tuple(tasks), stream))
+            stream = _accepted_replies(
+                exchange(method, sent_tasks), Screen(sent_tasks, state.classes), ledger
+            )
+            next_state = method.fold(state, Replies(name, tuple(tasks), stream))
             for _ in stream:
                 pass  # a fold that stopped early must not leave work undone
-        for w in caught:
+        for w in caught_warnings:
             if not issubclass(w.category, FedNoRoWarning):
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
-        raised = {} if any(answer.status == "ok" for answer in ledger) else raised | _errors(ledger)
-        if raised.keys() >= set(known):
+        errors = {} if any(answer.status == "ok" for answer in ledger) else errors | _errors(ledger)
+        if errors.keys() >= set(client_ids):
             # Some failing clients are the federation's ordinary life; all of them, and no
             # answer between, are a defect.
-            raise next(iter(raised.values()))
-        evaluation = evaluate(after.model) if after.round > state.round else None
-        state = after
+            raise next(iter(errors.values()))
+        evaluation = evaluate(next_state.model) if next_state.round > state.round else None
+        state = next_state
         answers = tuple(sorted(ledger, key=lambda answer: answer.client))
-        messages = tuple(str(w.message) for w in caught if issubclass(w.category, FedNoRoWarning))
-        yield Turn(state, name, answers, time.perf_counter() - began, messages, evaluation)
+        messages = tuple(
+            str(w.message) for w in caught_warnings if issubclass(w.category, FedNoRoWarning)
+        )
+        yield Turn(state, name, answers, time.perf_counter() - start, messages, evaluation)
 
 
 def draw(clients: Sequence[int], participation: float, state: State) -> tuple[int, ...]:
@@ -138,7 +144,7 @@ def draw(clients: Sequence[int], participation: float, state: State) -> tuple[in
 
 
 @dataclass(frozen=True)
-class _Unanswered(Answer):
+class _FailedAnswer(Answer):
     error: Exception | None = None
 
 
@@ -149,7 +155,7 @@ class Screen:
 
     def __init__(self, tasks: Mapping[int, Task], classes: int) -> None:
         self.tasks, self.classes = tasks, classes
-        self._answered: set[int] = set()
+        self._answered_clients: set[int] = set()
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def fault(self, reply: Reply) -> str | None:
@@ -159,7 +165,7 @@ class Screen:
         task = self.tasks.get(reply.client)
         if task is None:
             return "answered without having been asked"
-        if reply.client in self._answered:
+        if reply.client in self._answered_clients:
             return "answered twice"
         if reply.answers not in (None, (task.name, task.round)):
             name, number = reply.answers or ("", 0)
@@ -169,15 +175,15 @@ class Screen:
             )
         if not reply.size > 0:
             return f"says that it has {reply.size} images"
-        found = self._unlike(reply)
-        if found is None and reply.weights is not None:
-            found = _unlike(reply.weights, task.weights, reply.extent)
-        if found is None:
-            self._answered.add(reply.client)
+        fault = self._array_fault(reply)
+        if fault is None and reply.weights is not None:
+            fault = _model_fault(reply.weights, task.weights, reply.extent)
+        if fault is None:
+            self._answered_clients.add(reply.client)
             self._shapes |= {name: np.shape(array) for name, array in reply.arrays.items()}
-        return found
+        return fault
 
-    def _unlike(self, reply: Reply) -> str | None:
+    def _array_fault(self, reply: Reply) -> str | None:
         """Arrays are by class, and of the same shape at all clients; who adds up
         moments compares them itself.
         """
@@ -191,24 +197,24 @@ class Screen:
         return None
 
 
-def _unlike(
-    weights: Weights, sent: Weights, extent: tuple[float, float, float] | None
+def _model_fault(
+    weights: Weights, reference: Weights, extent: tuple[float, float, float] | None
 ) -> str | None:
     values, counters = weights.values, weights.counters
-    if values.shape != sent.values.shape or values.dtype != sent.values.dtype:
+    if values.shape != reference.values.shape or values.dtype != reference.values.dtype:
         return (
             f"sent a model of {len(values)} values ({values.dtype}), "
-            f"expected were {len(sent.values)}"
+            f"expected were {len(reference.values)}"
         )
     low, high, count = extent or weights.extent().tolist()
-    if counters.shape != sent.counters.shape or count < 0:
+    if counters.shape != reference.counters.shape or count < 0:
         return "sent a model with other counters than it received"
     return (
         None if math.isfinite(low) and math.isfinite(high) else "sent weights that are not finite"
     )
 
 
-def _screened(
+def _accepted_replies(
     stream: Iterator[Reply | Failure], screen: Screen, ledger: list[Answer]
 ) -> Iterator[Reply]:
     for item in stream:
@@ -218,7 +224,9 @@ def _screened(
             warnings.warn(
                 f"client {item.client} is left out: {item.reason}", FedNoRoWarning, stacklevel=2
             )
-            ledger.append(_Unanswered(item.client, "failed", reason=item.reason, error=item.error))
+            ledger.append(
+                _FailedAnswer(item.client, "failed", reason=item.reason, error=item.error)
+            )
             continue
         metrics = {key: float(value) for key, value in item.metrics.items()}
         ledger.append(Answer(item.client, "ok", item.size, metrics))
@@ -232,4 +240,6 @@ def _drops_out(state: State, task: str, client: int, failures: float) -> bool:
 
 
 def _errors(ledger: Sequence[Answer]) -> dict[int, Exception]:
-    return {a.client: a.error for a in ledger if isinstance(a, _Unanswered) and a.error is not None}
+    return {
+        a.client: a.error for a in ledger if isinstance(a, _FailedAnswer) and a.error is not None
+    }

@@ -39,12 +39,27 @@ from fednoro.engine.choose import Hardware, choose_device
 from fednoro.engine.eager import EagerEngine
 from fednoro.engine.streams import release_memory
 from fednoro.engine.threads import worthwhile_threads
-from fednoro.experiment.checkpoint import environment, keep_or_compare, restore, to_device
-from fednoro.experiment.config.configuration import Config, anchored, dump, resolve, section_name
-from fednoro.experiment.drive import Run, Setting, Watcher, drive, finish, held, load, warnings_to
+from fednoro.experiment.checkpoint import check_unchanged, environment, restore, to_device
+from fednoro.experiment.config.configuration import (
+    Config,
+    dump,
+    resolve,
+    section_name,
+    with_absolute_paths,
+)
+from fednoro.experiment.drive import (
+    Run,
+    Setting,
+    Watcher,
+    drive,
+    finish,
+    load,
+    lock_run,
+    warnings_to,
+)
 from fednoro.experiment.rounds import Evaluation
 from fednoro.experiment.run_folder.run_files import RunFolder
-from fednoro.experiment.watch.trackers import tracked
+from fednoro.experiment.watch.trackers import with_trackers
 from fednoro.methods import Method
 from fednoro.models import Packed, initialise
 
@@ -67,13 +82,13 @@ def run(
         raise UserError(
             "overrides go with a preset, a file or a mapping, not with a finished Config"
         )
-    hardware, watcher = hardware_for(config), tracked(config, watcher or Watcher())
+    hardware, watcher = hardware_for(config), with_trackers(config, watcher or Watcher())
     folder = RunFolder(free_folder(config))
     folder.create()
     try:
-        with held(folder, watcher):
-            write_whole(folder.path / "config.yaml", dump(anchored(config)).encode())
-            keep_or_compare(folder.path, anchored(config))
+        with lock_run(folder, watcher):
+            write_whole(folder.path / "config.yaml", dump(with_absolute_paths(config)).encode())
+            check_unchanged(folder.path, with_absolute_paths(config))
             return _carry_on(folder, config, hardware, watcher, write_page)
     except Exception:
         if not (folder.path / "split.npz").exists():
@@ -97,11 +112,11 @@ def resume(
             f"flower run --resume {folder.path}`"
         )
     config = resolve(folder.path / "config.yaml")
-    hardware, watcher = hardware_for(config), tracked(config, watcher or Watcher())
-    with held(folder, watcher):
+    hardware, watcher = hardware_for(config), with_trackers(config, watcher or Watcher())
+    with lock_run(folder, watcher):
         if folder.finished:
             return load(folder.path)
-        keep_or_compare(folder.path, config)
+        check_unchanged(folder.path, config)
         return _carry_on(folder, config, hardware, watcher, write_page)
 
 
@@ -166,17 +181,17 @@ def laboratory(config: Config, watcher: Watcher, hardware: Hardware | None = Non
 def _train(folder: RunFolder, lab: Lab, start: Weights, watcher: Watcher) -> Run:
     config, dataset = lab.config, lab.dataset
     with warnings_to(watcher):
-        federation = federation_of(folder, lab)
+        federation = load_or_make_federation(folder, lab)
         clients = {client.id: client for client in federation.clients()}
         engine = lab.engine
         engine.serve(clients.values())
         state = restore(folder, clients)
         if state is None:
-            start = lab.calibrated(start)
+            start = lab.calibrate(start)
             state = State(start, 0, config.train.rounds, len(dataset.classes), config.seed)
     state = to_device(state, engine.device)
 
-    evaluate = tester(engine, dataset, federation.test, federation.validation)
+    evaluate = make_evaluator(engine, dataset, federation.test, federation.validation)
     watcher.started(config, folder.path, federation, state, engine.describe())
     state = drive(
         folder, config, state, engine.exchange, sorted(clients), evaluate, watcher, clients
@@ -186,7 +201,7 @@ def _train(folder: RunFolder, lab: Lab, start: Weights, watcher: Watcher) -> Run
     return finish(folder, config, setting, state, engine.net)
 
 
-def tester(
+def make_evaluator(
     engine: EagerEngine, dataset: Dataset, test: IntArray, validation: IntArray
 ) -> Callable[[Weights], Evaluation]:
     """Evaluates models on the test part and, where there is one, the
@@ -200,10 +215,10 @@ def tester(
         return Evaluation(counts, float(F.cross_entropy(logits, truth)))
 
     def evaluate(weights: Weights) -> Evaluation:
-        tested = measure(weights, test)
+        evaluation = measure(weights, test)
         if not len(validation):
-            return tested
-        return replace(tested, validation_bacc=measure(weights, validation).bacc)
+            return evaluation
+        return replace(evaluation, validation_bacc=measure(weights, validation).bacc)
 
     return evaluate
 
@@ -233,12 +248,12 @@ class Lab:
         config = self.config
         return hardware.engine(self.network, self.dataset, self.inputs, config.train, config.seed)
 
-    def calibrated(self, start: Weights) -> Weights:
+    def calibrate(self, start: Weights) -> Weights:
         """What training starts from: `start`, with the BatchNorm statistics of the
         engine's clients where asked.
         """
         return (
-            _recalibrated(start, self.engine, self.watcher)
+            _recalibrate(start, self.engine, self.watcher)
             if self.config.model.recalibrate
             else start
         )
@@ -268,21 +283,23 @@ class Lab:
             Client(k, f"annotator {k}", index, self.dataset.labels[index])
             for k, index in parts.items()
         )
-        todo = sorted(parts)
-        for start in range(0, len(todo), ANNOTATORS):
+        client_ids = sorted(parts)
+        for start in range(0, len(client_ids), ANNOTATORS):
             tasks = {
                 k: Task(
                     "annotate", 0, Packed(self.network("annotator", k), engine.device).weights()
                 )
-                for k in todo[start : start + ANNOTATORS]
+                for k in client_ids[start : start + ANNOTATORS]
             }
-            self.watcher.progress("training annotators for the noisy clients", start, len(todo))
+            self.watcher.progress(
+                "training annotators for the noisy clients", start, len(client_ids)
+            )
             for item in engine.exchange(_Annotator(getattr(self.config.noise, "epochs", 1)), tasks):
                 if isinstance(item, Failure):
                     raise item.error or RuntimeError(item.reason)
                 opinions[item.client] = torch.as_tensor(item.metrics["p"]).cpu().numpy()
                 self.watcher.progress(
-                    "training annotators for the noisy clients", len(opinions), len(todo)
+                    "training annotators for the noisy clients", len(opinions), len(client_ids)
                 )
         if not exact:
             del engine, tasks
@@ -303,26 +320,26 @@ class _Annotator(Method):
         )
 
 
-def _recalibrated(start: Weights, engine: EagerEngine, watcher: Watcher) -> Weights:
+def _recalibrate(start: Weights, engine: EagerEngine, watcher: Watcher) -> Weights:
     """`start` with BatchNorm statistics from the clients' own images,
     averaged by size as in every round.
     """
     # one image has no variance
-    able = [client for client in engine.clients.values() if len(client.index) > 1]
-    if not engine.net.norms or not able:
+    eligible_clients = [client for client in engine.clients.values() if len(client.index) > 1]
+    if not engine.net.norms or not eligible_clients:
         why = "no client has two images" if engine.net.norms else "the network has no BatchNorm"
         warnings.warn(f"model.recalibrate changes nothing: {why}", FedNoRoWarning, stacklevel=2)
         return start
 
     def estimates() -> Iterator[tuple[Weights, float]]:
-        for done, client in enumerate(able):
-            watcher.progress("re-estimating BatchNorm statistics", done, len(able))
+        for done, client in enumerate(eligible_clients):
+            watcher.progress("re-estimating BatchNorm statistics", done, len(eligible_clients))
             yield engine.recalibrate(start, client), len(client.index)
 
     return average(estimates())
 
 
-def federation_of(folder: RunFolder, lab: Lab) -> Federation:
+def load_or_make_federation(folder: RunFolder, lab: Lab) -> Federation:
     """The run's federation, made on the first call."""
     path = folder.path / "split.npz"
     if not path.exists():

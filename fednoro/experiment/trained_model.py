@@ -60,14 +60,14 @@ class Trained:
     @property
     def _decoding(self) -> dict[str, Any]:
         """How the run's data source fits images into their size, and windows DICOM files."""
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             key: getattr(self.config.data, key, None) for key in ("crop", "window")
         }
         if section_name(self.config, "data") == "prepared":
-            given = _settings(
+            options = _settings(
                 Path(getattr(self.config.data, "path", "")).expanduser() / "manifest.json"
             )
-        return {"crop": given.get("crop") or "resize", "window": given.get("window") or "file"}
+        return {"crop": options.get("crop") or "resize", "window": options.get("window") or "file"}
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -91,8 +91,8 @@ class Trained:
 
     def batch(self, images: NDArray[np.uint8]) -> Tensor:
         """The network's input for N×H×W×C images, by what the training used."""
-        held = Images(images, self.inputs, Augment(), torch.device("cpu"))
-        return held.batch(torch.arange(len(images)))
+        prepared_images = Images(images, self.inputs, Augment(), torch.device("cpu"))
+        return prepared_images.batch(torch.arange(len(images)))
 
     def logits(self, images: NDArray[np.uint8]) -> Tensor:
         with torch.inference_mode():
@@ -102,10 +102,10 @@ class Trained:
 
 def load_model(run: Run | str | Path) -> nn.Module:
     """The network of a finished run with its final weights, in eval mode on the CPU."""
-    return open_trained(run).net
+    return open_trained_model(run).net
 
 
-def open_trained(run: Run | str | Path) -> Trained:
+def open_trained_model(run: Run | str | Path) -> Trained:
     """A finished run's network; its data is not needed where the run folder
     tells the shape of its images.
     """
@@ -118,15 +118,15 @@ def open_trained(run: Run | str | Path) -> Trained:
             f"{folder} has no model.safetensors yet: finish it with `fednoro resume {folder}`"
         )
     try:
-        with safe_open(file, framework="pt") as opened:
-            classes = tuple(json.loads((opened.metadata() or {})["fednoro"])["classes"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        with safe_open(file, framework="pt") as reader:
+            classes = tuple(json.loads((reader.metadata() or {})["fednoro"])["classes"])
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise UserError(
             f"{file} is damaged: delete result.json and resume the run ({error})"
         ) from error
     image = _image_shape(folder, config)
-    net = untrained(config, image[2], len(classes))
+    net = new_network(config, image[2], len(classes))
     try:
         net.load_state_dict(tensors)
     except RuntimeError as error:
@@ -137,7 +137,7 @@ def open_trained(run: Run | str | Path) -> Trained:
     return Trained(folder, config, classes, image, net.eval())
 
 
-def untrained(config: Config, channels: int, classes: int) -> nn.Module:
+def new_network(config: Config, channels: int, classes: int) -> nn.Module:
     """The run's network without weights that it began with, which may not be here."""
     model = config.model
     if isinstance(model, Resnet18):

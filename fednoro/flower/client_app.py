@@ -43,15 +43,15 @@ class Node:
     """Who this node is, by its node-config."""
 
     def __init__(self, context: Context) -> None:
-        given = context.node_config
-        self.simulated = "site" not in given
-        if self.simulated and "partition-id" not in given:
+        node_config = context.node_config
+        self.simulated = "site" not in node_config
+        if self.simulated and "partition-id" not in node_config:
             raise UserError(
                 "node-config names neither a site (site=, config=) nor a partition (partition-id=)"
             )
-        self.name = str(given["partition-id"] if self.simulated else given["site"])
-        self.partitions = int(given.get("num-partitions", 0)) if self.simulated else 0
-        self._path = None if self.simulated else given.get("config")
+        self.name = str(node_config["partition-id"] if self.simulated else node_config["site"])
+        self.partitions = int(node_config.get("num-partitions", 0)) if self.simulated else 0
+        self._path = None if self.simulated else node_config.get("config")
 
     def options(self) -> SiteOptions | None:
         if self.simulated:
@@ -88,18 +88,18 @@ def _answer(
     try:
         node = Node(context)
         simulated = node.simulated
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
             content = action(message.content, node)
-        for warning in caught:
+        for warning in caught_warnings:
             if issubclass(warning.category, FedNoRoWarning):
                 log(WARNING, "%s", warning.message)
     except Exception as error:
         log(ERROR, "this site could not do what it was asked: %s", error, exc_info=error)
-        kind = type(error).__name__
+        error_type = type(error).__name__
         open_to_all = simulated or isinstance(error, RefusedError)
         content = failure_records(
-            f"{kind}: {error}" if open_to_all else f"{kind} (see the site's log)"
+            f"{error_type}: {error}" if open_to_all else f"{error_type} (see the site's log)"
         )
     return Message(content, reply_to=message)
 
@@ -122,7 +122,9 @@ def _hello(_: RecordDict, node: Node) -> RecordDict:
     return RecordDict({"config": ConfigRecord(dict(facts)), "metrics": MetricRecord({SIZE: size})})
 
 
-def _at_work(content: RecordDict, node: Node) -> tuple[Task, int, Station, SiteOptions | None]:
+def _task_and_station(
+    content: RecordDict, node: Node
+) -> tuple[Task, int, Station, SiteOptions | None]:
     task, number = read_task(content)
     options = node.options()
     order = str(content.config_records["config"]["order"])
@@ -132,41 +134,43 @@ def _at_work(content: RecordDict, node: Node) -> tuple[Task, int, Station, SiteO
 
 
 def _work(content: RecordDict, node: Node) -> RecordDict:
-    task, number, place, options = _at_work(content, node)
+    task, number, place, options = _task_and_station(content, node)
     client, method, engine = place.client(number), place.method, place.engine
-    task = replace(task, weights=_placed(task.weights, engine.net.segments))
+    task = replace(task, weights=_with_segments(task.weights, engine.net.segments))
     if task.name == "recalibrate":
-        return reply_records(task, _recalibrated(task, place, number))
+        return reply_records(task, _recalibrate(task, place, number))
     facts = content.config_records["config"]
     clock, oldest = int(str(facts["clock"])), int(str(facts["oldest"]))
     root = Path(str(facts["memory"]) if options is None else options.memory).expanduser()
     memory = Memory(root, str(facts["run"]), number)
-    before = memory.recall(clock)
+    old_memory = memory.recall(clock)
     if isinstance(method, Audit) and method.run:
-        left = Memory(root, method.run, number).newest()  # by that run
-        before |= {name: left[name] for name in (SOFT, CORRECTED_FROM) if name in left}
+        run_memory = Memory(root, method.run, number).newest()  # by that run
+        old_memory |= {
+            name: run_memory[name] for name in (SOFT, CORRECTED_FROM) if name in run_memory
+        }
     client.memory.clear()
-    client.memory.update(before)
+    client.memory.update(old_memory)
     engine.serve([client])
-    asked = task
+    site_task = task
     if options is not None:
-        method, asked = protect(method, task, options.protection)
-    answer = next(iter(engine.exchange(method, {number: asked})))
+        method, site_task = protect(method, task, options.protection)
+    answer = next(iter(engine.exchange(method, {number: site_task})))
     if isinstance(answer, Failure):
         raise answer.error or RuntimeError(answer.reason)
-    if any(before.get(name) is not value for name, value in client.memory.items()):
+    if any(old_memory.get(name) is not value for name, value in client.memory.items()):
         memory.keep(clock, client.memory, oldest)
     if options is not None and isinstance(method, Audit) and task.name == "joint":
         from fednoro.flower.site.local_letter import (
             leave_letter,  # late: every task is a process of its own
         )
 
-        written = leave_letter(root, str(facts["run"]), client, place.dataset, method)
-        log(INFO, "the images to look at are in %s, which nobody else has", written)
+        letter = leave_letter(root, str(facts["run"]), client, place.dataset, method)
+        log(INFO, "the images to look at are in %s, which nobody else has", letter)
     return reply_records(task, answer)
 
 
-def _placed(weights: Weights, segments: tuple[int, ...]) -> Weights:
+def _with_segments(weights: Weights, segments: tuple[int, ...]) -> Weights:
     if len(weights.values) != sum(segments):
         raise UserError(
             f"a model of {len(weights.values)} values was sent, this network has {sum(segments)}"
@@ -174,7 +178,7 @@ def _placed(weights: Weights, segments: tuple[int, ...]) -> Weights:
     return Weights(weights.values, weights.counters, segments)
 
 
-def _recalibrated(task: Task, place: Station, number: int) -> Reply:
+def _recalibrate(task: Task, place: Station, number: int) -> Reply:
     """The received weights with BatchNorm's statistics from this site's images;
     as received where it has one.
     """
@@ -185,7 +189,7 @@ def _recalibrated(task: Task, place: Station, number: int) -> Reply:
 
 
 def _evaluate(content: RecordDict, node: Node) -> RecordDict:
-    task, number, place, _ = _at_work(content, node)
+    task, number, place, _ = _task_and_station(content, node)
     part, classes = place.held_out, len(place.dataset.classes)
     if not len(part):
         empty = torch.zeros(classes, classes).double().numpy()

@@ -5,46 +5,56 @@ differences with their intervals.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from fednoro.core.types import FloatArray
 from fednoro.report.comparison import CONFIDENCE, MEASURES, Comparison, Difference, Group, interval
-from fednoro.report.drawing.axes import Box, draw_x, draw_y, percent, round_ticks, whole_ticks
-from fednoro.report.drawing.figure import Cell, Figure, Table, counted, listed
-from fednoro.report.drawing.scene import Scene, shortened
-from fednoro.report.figures.training import thinned, whole
+from fednoro.report.drawing.axes import (
+    Box,
+    Scale,
+    draw_x,
+    draw_y,
+    percent,
+    round_ticks,
+    whole_ticks,
+)
+from fednoro.report.drawing.figure import Cell, Figure, Table, join_words, quantity
+from fednoro.report.drawing.scene import Scene, shorten
+from fednoro.report.figures.training import thin_out, whole_number
 from fednoro.report.page import drawing, page
 from fednoro.report.web.palette import SERIES
 
-LETTERS = 34  # of a group's label in a figure
+LABEL_LETTERS = 34  # of a group's label in a figure
 
 
-def render(found: Comparison) -> str:
+def render(comparison: Comparison) -> str:
     """The comparison as HTML."""
-    shown = [curves(found), *([differences(found)] if found.differences else [])]
+    charts = [curves(comparison), *([differences(comparison)] if comparison.differences else [])]
     return page(
         "compare.html",
-        title=" and ".join(group.label for group in found.groups[:3]),
-        headline=_headline(found),
-        found=found,
-        summary=summary(found),
-        differences=difference_table(found),
-        figures=[drawing(figure) for figure in shown],
+        title=" and ".join(group.label for group in comparison.groups[:3]),
+        headline=_headline(comparison),
+        comparison=comparison,
+        summary=summary(comparison),
+        differences=difference_table(comparison),
+        figures=[drawing(figure) for figure in charts],
     )
 
 
-def summary(found: Comparison) -> Table:
+def summary(comparison: Comparison) -> Table:
     """Mean ± std of each group, in percent."""
     rows: list[tuple[Cell, ...]] = []
-    for group in found.groups:
+    for group in comparison.groups:
         cells = [mean_std(np.array(list(group.values(measure).values()))) for measure in MEASURES]
         exact = "–" if group.exact is None else f"{group.exact[0]} of {group.exact[1]}"
         rows.append((group.label, len(group.runs), *cells, exact))
     return Table(("group", "seeds", "Best", "Last", "final", "flagged exactly"), tuple(rows))
 
 
-def difference_table(found: Comparison) -> Table:
+def difference_table(comparison: Comparison) -> Table:
     """Paired differences in percentage points."""
     head = (
         "group",
@@ -55,7 +65,7 @@ def difference_table(found: Comparison) -> Table:
         "std",
         f"{CONFIDENCE:.0%} interval",
     )
-    return Table(head, tuple(_row(item) for item in found.differences))
+    return Table(head, tuple(_row(item) for item in comparison.differences))
 
 
 def mean_std(values: FloatArray) -> str:
@@ -81,29 +91,29 @@ def _row(item: Difference) -> tuple[str | int, ...]:
     )
 
 
-def _headline(found: Comparison) -> str:
-    runs = sum(len(group.runs) for group in found.groups)
-    start = f"{counted(runs, 'run')} in {counted(len(found.groups), 'group')}."
-    clear = [
+def _headline(comparison: Comparison) -> str:
+    runs = sum(len(group.runs) for group in comparison.groups)
+    start = f"{quantity(runs, 'run')} in {quantity(len(comparison.groups), 'group')}."
+    clear_items = [
         item
-        for item in found.differences
+        for item in comparison.differences
         if item.measure == "last" and (item.low > 0 or item.high < 0)
     ]
-    said = [
+    clear_differences = [
         f"{item.group} is {100 * abs(item.mean):.1f} points "
         f"{'above' if item.mean > 0 else 'below'} {item.against}"
-        for item in clear
+        for item in clear_items
     ]
-    if said:
-        return f"{start} Over the last rounds {listed(said, 4)}."
-    if found.differences:
+    if clear_differences:
+        return f"{start} Over the last rounds {join_words(clear_differences, 4)}."
+    if comparison.differences:
         return f"{start} No difference over the last rounds is clear of chance with these seeds."
     return start
 
 
-def curves(found: Comparison) -> Figure:
+def curves(comparison: Comparison) -> Figure:
     """BACC over rounds: the mean over seeds, and one standard deviation to either side."""
-    series = [_series(group) for group in found.groups]
+    series = [_series(group) for group in comparison.groups]
     low = max(0.0, math.floor(10 * min(float((mean - std).min()) for _, mean, std in series)) / 10)
     end = max(int(rounds[-1]) for rounds, _, _ in series)
 
@@ -112,30 +122,30 @@ def curves(found: Comparison) -> Figure:
         scene = Scene(width, box.bottom + 62 + 17 * (len(series) // (3 if width > 600 else 1)))
         x, y = box.scales((1, max(end, 2)), (low, 1))
         draw_y(scene, box, y, round_ticks(low, 1), percent)
-        draw_x(scene, box, x, whole_ticks(1, end), whole, "round")
+        draw_x(scene, box, x, whole_ticks(1, end), whole_number, "round")
         for i, (rounds, mean, std) in enumerate(series):
-            shown, key = thinned(len(rounds)), f"g{i}"
-            upper = [(x(int(rounds[j])), y(min(float(mean[j] + std[j]), 1.0))) for j in shown]
-            lower = [(x(int(rounds[j])), y(max(float(mean[j] - std[j]), low))) for j in shown]
+            indices, key = thin_out(len(rounds)), f"g{i}"
+            upper = [(x(int(rounds[j])), y(min(float(mean[j] + std[j]), 1.0))) for j in indices]
+            lower = [(x(int(rounds[j])), y(max(float(mean[j] - std[j]), low))) for j in indices]
             if std.any():
                 scene.area([*upper, *reversed(lower)], f"spread{i % SERIES + 1}", series=key)
             scene.line(
-                [(x(int(rounds[j])), y(float(mean[j]))) for j in shown],
+                [(x(int(rounds[j])), y(float(mean[j]))) for j in indices],
                 f"series{i % SERIES + 1}",
                 series=key,
             )
         for i, (rounds, mean, std) in enumerate(series):
-            for j in thinned(len(rounds)):
+            for j in thin_out(len(rounds)):
                 tip = (
-                    f"{found.groups[i].label}, round {rounds[j]}: "
+                    f"{comparison.groups[i].label}, round {rounds[j]}: "
                     f"{mean[j]:.2%} ± {100 * std[j]:.2f}"
                 )
                 scene.circle(
                     x(int(rounds[j])), y(float(mean[j])), 5, "hit", tip=tip, series=f"g{i}"
                 )
         entries = [
-            (f"series{i % SERIES + 1}", shortened(g.label, LETTERS), f"g{i}")
-            for i, g in enumerate(found.groups)
+            (f"series{i % SERIES + 1}", shorten(g.label, LABEL_LETTERS), f"g{i}")
+            for i, g in enumerate(comparison.groups)
         ]
         scene.legend(box.left, box.bottom + 56, entries)
         return scene
@@ -146,10 +156,10 @@ def curves(found: Comparison) -> Figure:
     )
     rows = tuple(
         (group.label, int(rounds[j]), f"{mean[j]:.4f}", f"{std[j]:.4f}")
-        for group, (rounds, mean, std) in zip(found.groups, series, strict=True)
-        for j in thinned(len(rounds))
+        for group, (rounds, mean, std) in zip(comparison.groups, series, strict=True)
+        for j in thin_out(len(rounds))
     )
-    label = f"Balanced accuracy over rounds of {counted(len(series), 'group')}."
+    label = f"Balanced accuracy over rounds of {quantity(len(series), 'group')}."
     return Figure(
         "curves",
         "Balanced accuracy",
@@ -171,69 +181,14 @@ def _series(group: Group) -> tuple[FloatArray, FloatArray, FloatArray]:
     )
 
 
-def differences(found: Comparison) -> Figure:
+def differences(comparison: Comparison) -> Figure:
     """Each seed's difference, their mean, and its interval."""
-    items = found.differences
+    items = comparison.differences
     ends = [
         100 * v for d in items for v in (*d.pairs.values(), d.low, d.high, 0.0) if math.isfinite(v)
     ]
     low, high = min(ends), max(ends)
     margin = max((high - low) * 0.06, 0.1)
-
-    def draw(width: float) -> Scene:
-        box = Box(12, 10, width - 12, 10 + 46 * len(items))
-        scene = Scene(width, box.bottom + 66)
-        x, _ = box.scales((low - margin, high + margin), (0, 1))
-        for tick in round_ticks(low - margin, high + margin):
-            scene.line([(x(tick), box.top), (x(tick), box.bottom)], "grid")
-        scene.line([(x(0), box.top), (x(0), box.bottom)], "axis")
-        draw_x(
-            scene,
-            box,
-            x,
-            round_ticks(low - margin, high + margin),
-            lambda v: f"{v:+g}" if v else "0",
-            "points",
-        )
-        for i, item in enumerate(items):
-            y = box.top + 46 * i + 32
-            letters = int((width - 24) / 6.8)
-            scene.text(
-                box.left,
-                y - 15,
-                shortened(
-                    f"{item.measure.capitalize()}: {item.group} against {item.against}", letters
-                ),
-                "name",
-            )
-            if math.isfinite(item.low):
-                scene.line(
-                    [(x(100 * item.low), y), (x(100 * item.high), y)], "curve", series="mean"
-                )
-            for seed, value in item.pairs.items():
-                scene.circle(
-                    x(100 * value),
-                    y,
-                    3.5,
-                    "hollow",
-                    tip=f"seed {seed}: {100 * value:+.2f} points",
-                    series="seeds",
-                )
-            tip = (
-                f"mean of {counted(len(item.pairs), 'pair')}: "
-                f"{_row(item)[4]} points ({_row(item)[6]})"
-            )
-            scene.circle(x(100 * item.mean), y, 5.5, "accent", tip=tip, series="mean")
-        scene.legend(
-            box.left,
-            box.bottom + 54,
-            [
-                ("accent", f"mean, {CONFIDENCE:.0%} interval", "mean"),
-                ("hollow", "one seed", "seeds"),
-            ],
-        )
-        return scene
-
     few = min(len(item.pairs) for item in items)
     caption = (
         "Differences between runs with the same seed and the very same clients, labels and test "
@@ -241,12 +196,66 @@ def differences(found: Comparison) -> Figure:
         f"{few}); it takes the seeds for a sample of all seeds, not of all data sets. Several "
         "intervals at once will miss more often than each alone."
     )
-    table = difference_table(found)
+    table = difference_table(comparison)
     return Figure(
         "differences",
         "Differences, paired by seed",
         caption,
         "Paired differences with intervals.",
-        draw,
+        partial(_draw_differences, items, (low - margin, high + margin)),
         table,
     )
+
+
+def _draw_differences(
+    items: Sequence[Difference], extent: tuple[float, float], width: float
+) -> Scene:
+    box = Box(12, 10, width - 12, 10 + 46 * len(items))
+    scene = Scene(width, box.bottom + 66)
+    x, _ = box.scales(extent, (0, 1))
+    for tick in round_ticks(*extent):
+        scene.line([(x(tick), box.top), (x(tick), box.bottom)], "grid")
+    scene.line([(x(0), box.top), (x(0), box.bottom)], "axis")
+    draw_x(
+        scene,
+        box,
+        x,
+        round_ticks(*extent),
+        lambda v: f"{v:+g}" if v else "0",
+        "points",
+    )
+    for i, item in enumerate(items):
+        _draw_difference(scene, box.left, box.top + 46 * i + 32, x, item)
+    scene.legend(
+        box.left,
+        box.bottom + 54,
+        [
+            ("accent", f"mean, {CONFIDENCE:.0%} interval", "mean"),
+            ("hollow", "one seed", "seeds"),
+        ],
+    )
+    return scene
+
+
+def _draw_difference(scene: Scene, start: float, y: float, x: Scale, item: Difference) -> None:
+    """One line: its name, the interval, each seed, and the mean."""
+    letters = int((scene.width - 24) / 6.8)
+    scene.text(
+        start,
+        y - 15,
+        shorten(f"{item.measure.capitalize()}: {item.group} against {item.against}", letters),
+        "name",
+    )
+    if math.isfinite(item.low):
+        scene.line([(x(100 * item.low), y), (x(100 * item.high), y)], "curve", series="mean")
+    for seed, value in item.pairs.items():
+        scene.circle(
+            x(100 * value),
+            y,
+            3.5,
+            "hollow",
+            tip=f"seed {seed}: {100 * value:+.2f} points",
+            series="seeds",
+        )
+    tip = f"mean of {quantity(len(item.pairs), 'pair')}: {_row(item)[4]} points ({_row(item)[6]})"
+    scene.circle(x(100 * item.mean), y, 5.5, "accent", tip=tip, series="mean")

@@ -18,54 +18,54 @@ from markupsafe import Markup
 
 from fednoro.core.files import write_whole
 from fednoro.experiment.run_folder.recorded_run import Recorded, read
-from fednoro.report.drawing.figure import NARROW, WIDE, Cell, Figure, counted
+from fednoro.report.drawing.figure import NARROW, WIDE, Cell, Figure, quantity
 from fednoro.report.drawing.scene import printable
 from fednoro.report.figures import figures
 from fednoro.report.figures.training import duration
 from fednoro.report.findings import findings
-from fednoro.report.recorded_verdict import judged
+from fednoro.report.recorded_verdict import read_verdict
 from fednoro.report.web import palette
 
-MANY = 130  # clients side by side, more than a phone has room for even when scrolled
-REFRESH = 5  # seconds between reloads of the page of a run that goes on
+MANY_CLIENTS = 130  # clients side by side, more than a phone has room for even when scrolled
+REFRESH_SECONDS = 5  # seconds between reloads of the page of a run that goes on
 MOST_COLUMNS = 66  # of a table on the page
 _NUMBER = re.compile(r"–|[-+]?[\d.,]+(e-?\d+)?%?( (±|to|of) [-+]?[\d.]+)?")
 
 
 @cache
 def environment() -> Environment:
-    made = Environment(
+    jinja = Environment(
         loader=PackageLoader("fednoro.report.web", "templates/report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(clean=printable, cell=_cell, numeric=_numeric_columns)
-    return made
+    jinja.filters.update(clean=printable, cell=_cell, numeric=_numeric_columns)
+    return jinja
 
 
 def render(path: str | Path, watching: bool = False) -> str:
     """The report as HTML; with `watching`, a page of an unfinished run reloads itself."""
     run = read(path)
-    found = None
+    verdict = None
     try:
-        found = judged(run)
+        verdict = read_verdict(run)
     except Exception as error:
         # damage of a kind not thought of: the rest of the report must still come
         run.missing.append(("detection.json", f"cannot be used: {type(error).__name__}"))
-    drawn: dict[str, list[dict[str, Any]]] = {}
-    for section, figure in figures(run, found):
-        drawn.setdefault(section, []).append(drawing(figure))
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for section, figure in figures(run, verdict):
+        sections.setdefault(section, []).append(drawing(figure))
     return page(
         "report.html",
         title=run.name,
         run=run,
-        found=findings(run, found),
-        sections=drawn,
+        findings=findings(run, verdict),
+        sections=sections,
         subtitle=_subtitle(run),
         environment=_environment(run),
-        refresh=REFRESH if watching and run.status != "finished" else None,
+        refresh=REFRESH_SECONDS if watching and run.status != "finished" else None,
     )
 
 
@@ -76,7 +76,7 @@ def write_report(path: str | Path, watching: bool = False) -> Path:
     return target
 
 
-def page(template: str, **facts: Any) -> str:
+def page(template: str, **values: Any) -> str:
     """A template with the shared style and script; a policy in it lets no other
     script run and nothing be fetched.
     """
@@ -87,25 +87,30 @@ def page(template: str, **facts: Any) -> str:
         f"data:; script-src 'sha256-{digest}'"
     )
     style = f"{palette.css()}\n{_text('style.css')}"
-    shared = {"style": Markup(style), "script": Markup(script), "policy": policy, "refresh": None}
-    return environment().get_template(template).render(**{**shared, **facts})
+    common_values = {
+        "style": Markup(style),
+        "script": Markup(script),
+        "policy": policy,
+        "refresh": None,
+    }
+    return environment().get_template(template).render(**{**common_values, **values})
 
 
 def drawing(figure: Figure) -> dict[str, Any]:
     """A figure as the templates want it: drawn for a desk and for a phone."""
-    large = figure.columns > MANY
+    scrolled = figure.columns > MANY_CLIENTS
     wide = figure.draw(WIDE)
-    drawn = [wide.svg(figure.label, "both over" if large else "wide")]
-    if not large:
+    svgs = [wide.svg(figure.label, "both over" if scrolled else "wide")]
+    if not scrolled:
         narrow = figure.draw(NARROW)
-        drawn.append(narrow.svg(figure.label, "narrow over" if narrow.width > NARROW else "narrow"))
+        svgs.append(narrow.svg(figure.label, "narrow over" if narrow.width > NARROW else "narrow"))
     table = figure.table
     columns = len(table.head)
     head, rows = table.head[:MOST_COLUMNS], [row[:MOST_COLUMNS] for row in table.rows]
     note = table.note + (
         f" The first {MOST_COLUMNS} of {columns} columns." if columns > MOST_COLUMNS else ""
     )
-    return {"figure": figure, "svg": drawn, "head": head, "rows": rows, "note": note.strip()}
+    return {"figure": figure, "svg": svgs, "head": head, "rows": rows, "note": note.strip()}
 
 
 def _text(name: str) -> str:
@@ -117,13 +122,13 @@ def _subtitle(run: Recorded) -> list[str]:
         f"{run.choice('method')} on {run.choice('data')}" if run.config else "configuration unknown"
     ]
     if run.holdings is not None:
-        facts.append(counted(len(run.holdings.names), "client"))
-        facts.append(counted(len(run.holdings.classes), "class", "classes"))
+        facts.append(quantity(len(run.holdings.names), "client"))
+        facts.append(quantity(len(run.holdings.classes), "class", "classes"))
     facts.append(f"noise {run.choice('noise')}" if run.config else "")
     facts.append(f"seed {run.config['seed']}" if "seed" in run.config else "")
     seconds = sum(record["seconds"] for record in run.rounds)
     facts.append(
-        f"{counted(len(run.rounds), 'round')} in {duration(seconds)}" if run.rounds else ""
+        f"{quantity(len(run.rounds), 'round')} in {duration(seconds)}" if run.rounds else ""
     )
     facts.append(
         {"finished": "", "running": "running now", "unfinished": "stopped before its end"}[

@@ -26,13 +26,13 @@ class Mixture:
     """The two groups in the two leading directions of the normalised losses."""
 
     points: FloatArray  # K×2; NaN for a client that could not be scored
-    explained: tuple[float, float]  # share of the variance along each direction
+    variance_shares: tuple[float, float]  # share of the variance along each direction
     # clean or noisy, and the outline at two deviations, N×2
     ellipses: tuple[tuple[str, FloatArray], ...]
 
 
 @dataclass(frozen=True)
-class Judged:
+class RecordedVerdict:
     """Verdicts in the order of `clients`."""
 
     clients: IntArray
@@ -44,19 +44,19 @@ class Judged:
     # K×C, NaN where a class is not held or withheld; None for methods without class losses
     losses: FloatArray | None
     counts: IntArray | None
-    normalised: FloatArray | None
+    normalised_losses: FloatArray | None
     mixture: Mixture | None
     reproduced: bool  # the mixture fitted again gives the recorded probabilities
     # K; share of other starts of the mixture that judge the client the same
     agreement: FloatArray | None
     level: FloatArray | None  # FedCorr's estimate of the share of wrong labels
-    explained: FloatArray | None  # FedNoRo+: share of its labels that a client can explain
+    explained_shares: FloatArray | None  # FedNoRo+: share of its labels that a client can explain
     error: FloatArray | None  # how badly heads that are learnt from the others part its labels
     doubt: FloatArray | None  # both together
     # above which a client is flagged for its doubt, or below which for
     # its share where there is none
     cut: float | None
-    marked: str  # what the verdict was made from
+    evidence: str  # what the verdict was made from
 
     @property
     def wrong(self) -> BoolArray:
@@ -66,16 +66,18 @@ class Judged:
     @property
     def order(self) -> IntArray:
         """Clean first, then noisy, each by its mean normalised loss or its probability."""
-        if self.normalised is not None:
+        if self.normalised_losses is not None:
             key = np.nan_to_num(
-                np.nanmean(np.where(np.isfinite(self.normalised), self.normalised, 0), axis=1)
+                np.nanmean(
+                    np.where(np.isfinite(self.normalised_losses), self.normalised_losses, 0), axis=1
+                )
             )
         else:
             key = np.nan_to_num(self.posterior, nan=2.0)
         return np.lexsort((key, self.noisy))
 
 
-def judged(run: Recorded) -> Judged | None:
+def read_verdict(run: Recorded) -> RecordedVerdict | None:
     """The verdicts of a run; None where its method makes none or they are lost."""
     if run.detection is None or not run.detection["clients"]:
         return None
@@ -85,43 +87,45 @@ def judged(run: Recorded) -> Judged | None:
         [np.nan if row["posterior"] is None else row["posterior"] for row in rows.values()]
     )
     noisy = np.array([row["noisy"] for row in rows.values()], dtype=bool)
-    held = run.holdings
-    losses, counts = _tables(rows, len(run.classes))
-    detector = None if losses is None else _fitted(run, rows)
-    normalised = _on_its_scale(detector, losses)
+    holdings = run.holdings
+    losses, counts = _loss_tables(rows, len(run.classes))
+    detector = None if losses is None else _fit_detector(run, rows)
+    normalised_losses = _normalise(detector, losses)
     marks = {
-        name: _column([row.get(name) for row in rows.values()])
+        name: _mark_column([row.get(name) for row in rows.values()])
         for name in ("mu", "explained", "error", "doubt")
     }
     cut = run.detection.get("cut")
-    return Judged(
+    return RecordedVerdict(
         clients=clients,
         noisy=noisy,
         posterior=posterior,
         reason=run.detection["reason"],
-        truth=None if held is None or held.noisy is None else held.noisy[clients],
-        rates=None if held is None or held.noisy is None else held.rates[clients],
+        truth=None if holdings is None or holdings.noisy is None else holdings.noisy[clients],
+        rates=None if holdings is None or holdings.noisy is None else holdings.rates[clients],
         losses=losses,
         counts=counts,
-        normalised=normalised,
-        mixture=None if normalised is None else _directions(detector, normalised),
-        reproduced=_same(detector, losses, counts, posterior),
-        agreement=None if normalised is None else _agreement(detector, normalised, noisy),
+        normalised_losses=normalised_losses,
+        mixture=None if normalised_losses is None else _directions(detector, normalised_losses),
+        reproduced=_reproduces(detector, losses, counts, posterior),
+        agreement=None
+        if normalised_losses is None
+        else _agreement(detector, normalised_losses, noisy),
         level=marks["mu"],
-        explained=marks["explained"],
+        explained_shares=marks["explained"],
         error=marks["error"],
         doubt=marks["doubt"],
         cut=float(cut) if isinstance(cut, int | float) and np.isfinite(cut) else None,
-        marked=_marked(losses is not None, marks),
+        evidence=_name_evidence(losses is not None, marks),
     )
 
 
-def _column(values: list[float | None]) -> FloatArray | None:
+def _mark_column(values: list[float | None]) -> FloatArray | None:
     # None becomes NaN
     return None if all(value is None for value in values) else np.array(values, dtype=np.float64)
 
 
-def _marked(losses: bool, marks: Mapping[str, FloatArray | None]) -> str:
+def _name_evidence(losses: bool, marks: Mapping[str, FloatArray | None]) -> str:
     if losses:
         return "the losses of their classes"
     if marks["mu"] is not None:
@@ -138,7 +142,7 @@ def _marked(losses: bool, marks: Mapping[str, FloatArray | None]) -> str:
     )
 
 
-def _tables(rows: dict[str, Any], classes: int) -> tuple[FloatArray | None, IntArray | None]:
+def _loss_tables(rows: dict[str, Any], classes: int) -> tuple[FloatArray | None, IntArray | None]:
     try:
         # None becomes NaN
         losses = np.array([row["losses"] for row in rows.values()], dtype=np.float64)
@@ -150,7 +154,7 @@ def _tables(rows: dict[str, Any], classes: int) -> tuple[FloatArray | None, IntA
     return np.where(counts > 0, losses, np.nan), counts
 
 
-def _fitted(run: Recorded, rows: dict[str, Any]) -> Any:
+def _fit_detector(run: Recorded, rows: dict[str, Any]) -> Any:
     """The detector as the run fitted it: to those scored first, or later where
     they did not form two groups.
     """
@@ -178,19 +182,19 @@ def _fitted(run: Recorded, rows: dict[str, Any]) -> Any:
     return detector
 
 
-def _on_its_scale(detector: Any, losses: FloatArray | None) -> FloatArray | None:
+def _normalise(detector: Any, losses: FloatArray | None) -> FloatArray | None:
     if detector is None or losses is None:
         return None
-    filled = np.where(np.isnan(losses), detector.low_, losses)
+    complete_losses = np.where(np.isnan(losses), detector.low_, losses)
     span = detector.high_ - detector.low_
     scaled: FloatArray = np.divide(
-        filled - detector.low_, span, out=np.zeros_like(filled), where=span > 0
+        complete_losses - detector.low_, span, out=np.zeros_like(complete_losses), where=span > 0
     )
     scaled[~np.isfinite(losses).any(axis=1)] = np.nan
     return scaled
 
 
-def _same(
+def _reproduces(
     detector: Any, losses: FloatArray | None, counts: IntArray | None, posterior: FloatArray
 ) -> bool:
     if detector is None or losses is None:
@@ -201,11 +205,11 @@ def _same(
     return bool(np.allclose(again, posterior, atol=1e-3, equal_nan=True))
 
 
-def _agreement(detector: Any, normalised: FloatArray, noisy: BoolArray) -> FloatArray | None:
+def _agreement(detector: Any, normalised_losses: FloatArray, noisy: BoolArray) -> FloatArray | None:
     """How often the verdicts come out the same when the mixture is started elsewhere."""
     from fednoro.detection.mixture_detector import NoisyClientDetector
 
-    points = normalised[np.isfinite(normalised).all(axis=1)]
+    points = normalised_losses[np.isfinite(normalised_losses).all(axis=1)]
     if detector.mixture_ is None or len(points) < 2:
         return None
     same = np.zeros(len(noisy))
@@ -215,20 +219,20 @@ def _agreement(detector: Any, normalised: FloatArray, noisy: BoolArray) -> Float
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            verdicts, _ = other.fit(points).predict(normalised)
+            verdicts, _ = other.fit(points).predict(normalised_losses)
         same += verdicts == noisy
     return same / OTHER_STARTS
 
 
-def _directions(detector: Any, normalised: FloatArray) -> Mixture | None:
+def _directions(detector: Any, normalised_losses: FloatArray) -> Mixture | None:
     """Principal directions of the scored clients, and each
     component's covariance seen along them.
     """
-    scored = np.isfinite(normalised).all(axis=1)
+    scored = np.isfinite(normalised_losses).all(axis=1)
     if scored.sum() < 2:
         return None
-    centre = normalised[scored].mean(axis=0)
-    _, deviations, axes = np.linalg.svd(normalised[scored] - centre, full_matrices=False)
+    centre = normalised_losses[scored].mean(axis=0)
+    _, deviations, axes = np.linalg.svd(normalised_losses[scored] - centre, full_matrices=False)
     axes = np.vstack([axes, np.zeros((2, axes.shape[1]))])[:2]
     # to the right is a larger loss
     axes = axes * np.where(axes.sum(axis=1, keepdims=True) < 0, -1.0, 1.0)
@@ -249,5 +253,5 @@ def _directions(detector: Any, normalised: FloatArray) -> Mixture | None:
                 ("noisy" if component == detector.noisy_component_ else "clean", outline.T)
             )
     return Mixture(
-        (normalised - centre) @ axes.T, (float(shares[0]), float(shares[1])), tuple(ellipses)
+        (normalised_losses - centre) @ axes.T, (float(shares[0]), float(shares[1])), tuple(ellipses)
     )

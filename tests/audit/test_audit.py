@@ -20,7 +20,7 @@ import pytest
 from browser import Page, browser, chromium
 
 import fednoro
-from fednoro.audit.audit_files import Audited, audit_run
+from fednoro.audit.audit_files import AuditOptions, FinishedAudit, audit_run
 from fednoro.core.types import UserError
 from fednoro.data.federation import Federation
 from fednoro.experiment.checkpoint import checkpoints, load_checkpoint
@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def audited(run: Run) -> Audited:
+def audited(run: Run) -> FinishedAudit:
     return audit_run(run.folder)
 
 
@@ -63,8 +63,8 @@ def rows(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(path.read_bytes().decode(), newline="")))
 
 
-def test_estimates_follow_the_truth(audited: Audited, run: Run) -> None:
-    shares = {site.client: site.estimate for site in audited.found.sites}
+def test_estimates_follow_the_truth(audited: FinishedAudit, run: Run) -> None:
+    shares = {site.client: site.estimate for site in audited.findings.sites}
     assert sorted(shares) == list(range(5))
     rates = run.federation.rates
     for k, estimate in shares.items():
@@ -75,7 +75,7 @@ def test_estimates_follow_the_truth(audited: Audited, run: Run) -> None:
             assert (estimate.share if estimate.share is not None else estimate.high) < 0.1
 
 
-def test_the_coordinator_learns_no_id_and_no_image(audited: Audited, run: Run) -> None:
+def test_the_coordinator_learns_no_id_and_no_image(audited: FinishedAudit, run: Run) -> None:
     ids = {row["id"] for row in rows(audited.folder / "sites" / "accepted.csv")}
     assert len(ids) == len(run.federation.train)
     page, values = (audited.folder / name for name in ("index.html", "audit.json"))
@@ -93,7 +93,7 @@ def test_the_coordinator_learns_no_id_and_no_image(audited: Audited, run: Run) -
     assert not (found & large) - {str(known["images"])}
 
 
-def test_the_relabelled_list_goes_back_in(audited: Audited, run: Run, tmp_path: Path) -> None:
+def test_the_relabelled_list_goes_back_in(audited: FinishedAudit, run: Run, tmp_path: Path) -> None:
     path = audited.folder / "sites" / "accepted.csv"
     noise = f"noise={{name: from_file, path: {path}}}"
     others = [item for item in SMALL if not item.startswith("noise=")]
@@ -104,7 +104,7 @@ def test_the_relabelled_list_goes_back_in(audited: Audited, run: Run, tmp_path: 
     assert 0 < again.final <= 1 and again.final > run.final - 0.02
 
 
-def test_the_list_as_given_changes_nothing(audited: Audited, run: Run) -> None:
+def test_the_list_as_given_changes_nothing(audited: FinishedAudit, run: Run) -> None:
     names = run.federation.classes
     for k, part in enumerate(run.federation.parts):
         listed = {row["id"]: row["label"] for row in rows(audited.letters[k].parent / "images.csv")}
@@ -170,7 +170,7 @@ def test_corrected_labels_are_judged_by_what_the_run_made_of_them(run: Run, tmp_
         for path in plus.folder.iterdir()
         if path.suffix in (".jsonl", ".csv")
     }
-    done = audit_run(plus.folder, "corrected")
+    done = audit_run(plus.folder, AuditOptions("corrected"))
     assert logs == {name: (plus.folder / name).read_bytes() for name in logs}, (
         "an audit changes nothing in the run"
     )
@@ -190,7 +190,7 @@ def test_corrected_labels_are_judged_by_what_the_run_made_of_them(run: Run, tmp_
         ]
         wrong = {ids[i] for i in part if plus.federation.clean[i] != plus.federation.observed[i]}
         assert np.mean([i in wrong for i in first]) > 0.8
-        estimate = next(site.estimate for site in done.found.sites if site.client == k)
+        estimate = next(site.estimate for site in done.findings.sites if site.client == k)
         assert estimate is not None and estimate.share is not None
         assert abs(estimate.share - plus.federation.rates[k]) < 0.15
     page = (done.folder / "index.html").read_text(encoding="utf-8")
@@ -200,7 +200,7 @@ def test_corrected_labels_are_judged_by_what_the_run_made_of_them(run: Run, tmp_
         and "model was trained" not in page
     )
     with pytest.raises(UserError, match="has no corrected labels: fednoro-plus leaves them"):
-        audit_run(run.folder, "corrected", out=tmp_path / "none")
+        audit_run(run.folder, AuditOptions("corrected", out=tmp_path / "none"))
 
 
 def test_an_audit_that_was_edited_is_not_written_over_unless_forced(
@@ -208,7 +208,8 @@ def test_an_audit_that_was_edited_is_not_written_over_unless_forced(
 ) -> None:
     out = tmp_path / "audit"
     out.mkdir()
-    letters = audit_run(run.folder, rounds=1, out=out).letters  # an empty folder will do
+    # an empty folder will do
+    letters = audit_run(run.folder, AuditOptions(rounds=1, out=out)).letters
     edited = letters[0].parent / "accepted.csv"
     edited.write_text("decided by hand")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -254,7 +255,7 @@ def tab() -> Iterator[Page]:
 @pytest.mark.parametrize("width", [390, 1100])
 @pytest.mark.parametrize("dark", [False, True])
 def test_pages_open_without_errors_network_or_overflow(
-    audited: Audited, tab: Page, width: int, dark: bool
+    audited: FinishedAudit, tab: Page, width: int, dark: bool
 ) -> None:
     for path in (audited.folder / "index.html", audited.letters[0]):
         tab.errors.clear()
@@ -280,7 +281,9 @@ def test_pages_open_without_errors_network_or_overflow(
         assert seen[0][1] != seen[1][1] == "rgb(21, 25, 28)" and seen[2][1] == ground
 
 
-def test_a_letter_filters_sorts_edits_and_saves(audited: Audited, run: Run, tab: Page) -> None:
+def test_a_letter_filters_sorts_edits_and_saves(
+    audited: FinishedAudit, run: Run, tab: Page
+) -> None:
     tab.see(1100)
     tab.open(audited.letters[int(run.federation.rates.argmax())])
     shown = "[...document.querySelectorAll('.review tbody tr')].filter(row => !row.hidden)"

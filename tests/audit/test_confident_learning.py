@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fednoro.audit.confident_learning import (
     NEVER,
     UNSURE,
-    calibrated,
+    calibrated_joint,
     confident_joint,
     looks_like,
     site_counts,
@@ -73,8 +73,8 @@ def test_federated_counts_are_those_of_cleanlab_on_the_pooled_data(
     np.testing.assert_array_equal(counts, np.bincount(y, minlength=p.shape[1]))
     # cleanlab rounds its calibrated joint to whole images, equal fractions by
     # chance; ours keeps the fractions.
-    assert np.abs(calibrated(joint, counts) - compute_confident_joint(y, p)).max() < 1
-    np.testing.assert_allclose(calibrated(joint, counts).sum(axis=1), counts)
+    assert np.abs(calibrated_joint(joint, counts) - compute_confident_joint(y, p)).max() < 1
+    np.testing.assert_allclose(calibrated_joint(joint, counts).sum(axis=1), counts)
 
 
 @pytest.mark.parametrize(

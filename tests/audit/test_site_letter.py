@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from fednoro.audit.audit_files import Audited, folder_names, summary
+from fednoro.audit.audit_files import FinishedAudit, folder_names, summary
 from fednoro.audit.audit_method import LEVELS, PROBABILITIES
 from fednoro.audit.confident_learning import site_joint
 from fednoro.audit.coordinator_page import (
     Account,
+    disagreement,
     doubt,
     headline,
     lead,
-    otherwise,
     page,
     to_json,
-    unjudged,
+    unjudged_text,
 )
 from fednoro.audit.csv_sheet import neutral, sheet
 from fednoro.audit.estimates import Findings, findings
@@ -38,7 +38,7 @@ from fednoro.audit.site_letter import Holding, Judgement, thumbnail, write_lette
 from fednoro.core.types import UserError
 from fednoro.data.noise import observed_from_file
 from fednoro.report.web.audit_shell import THEMES
-from fednoro.report.web.palette import contrast, mixed
+from fednoro.report.web.palette import contrast, mix
 
 HOSTILE = (
     '<script>alert("1")</script>',
@@ -240,8 +240,8 @@ def test_a_site_that_only_the_detector_flags_is_named_with_what_to_do() -> None:
         {k: j.sum(axis=1) for k, j in wide.items()}, wide, ["a", "b"], ["x", "y"], 5, judged
     )
     assert headline(both) == "1 of 2 sites has many labels to look at"
-    assert (otherwise(both, "early") or "").startswith("The run's own detector flagged b, where")
-    assert otherwise(few_images({0: False, 2: False}), "early") is None
+    assert (disagreement(both, "early") or "").startswith("The run's own detector flagged b, where")
+    assert disagreement(few_images({0: False, 2: False}), "early") is None
 
 
 def test_a_site_whose_images_could_mostly_not_be_judged_is_named() -> None:
@@ -249,15 +249,17 @@ def test_a_site_whose_images_could_mostly_not_be_judged_is_named() -> None:
         "Many images could not be judged, so that nothing is known about their "
         "labels: East (at least 63% of 30)."
     )
-    assert unjudged(few_images()) == to_json(few_images(), account_of_two())["unjudged"] == said
+    assert (
+        unjudged_text(few_images()) == to_json(few_images(), account_of_two())["unjudged"] == said
+    )
     assert said in page_of(few_images())
     none = findings({0: np.array([15, 15])}, {0: np.diag([1, 1])}, ["a"], ["x", "y"], 5)
-    assert "a (at least 86% of 30)" in (unjudged(none) or "")
-    assert unjudged(told()) is None
+    assert "a (at least 86% of 30)" in (unjudged_text(none) or "")
+    assert unjudged_text(told()) is None
 
 
 def test_the_terminal_says_what_speaks_against_an_audit() -> None:
-    done = Audited(Path("audit"), few_images({2: True}), (), account_of_two())
+    done = FinishedAudit(Path("audit"), few_images({2: True}), (), account_of_two())
     console = Console(width=400)
     with console.capture() as shown:
         console.print(summary(done))
@@ -357,11 +359,11 @@ def test_a_site_must_have_as_many_labels_as_images() -> None:
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
 def test_text_and_controls_have_contrast(theme: dict[str, str]) -> None:
-    colour = {name: mixed(value, value, 1) for name, value in theme.items()}
+    colour = {name: mix(value, value, 1) for name, value in theme.items()}
     for text in ("ink", "soft", "accent", "noisy"):
         for ground in ("paper", "wash") if text != "noisy" else ("paper",):
             assert contrast(colour[text], colour[ground]) >= 4.5, (text, ground)
     assert contrast(colour["paper"], colour["accent"]) >= 4.5  # the main button's text
     assert contrast(colour["edge"], colour["paper"]) >= 3
-    deepest = mixed(theme["noisy"], theme["paper"], 0.35)  # a cell of the table
+    deepest = mix(theme["noisy"], theme["paper"], 0.35)  # a cell of the table
     assert contrast(colour["ink"], deepest) >= 4.5

@@ -20,7 +20,7 @@ from fednoro.bench.jobs import (
     Train,
     closure,
     federate,
-    sharing,
+    share_warmups,
     train,
     warm_up,
 )
@@ -189,7 +189,7 @@ def test_a_warm_up_is_shared_only_where_the_first_rounds_are_the_same(tmp_path: 
     def shared(*overrides: str, rows: tuple[str, ...] = ("fedla", "fednoro")) -> list[bool]:
         asked = order(tmp_path, *overrides)
         runs = [train(asked.config(row, HARD, 0), tmp_path) for row in rows]
-        return [run.played is not None for run in sharing(runs, tmp_path, 3)]
+        return [run.earlier_run is not None for run in share_warmups(runs, tmp_path, 3)]
 
     assert shared() == [True, True]
     assert shared("methods.fedla.tau=0.5") == [False, False], "FedNoRo adjusts by log π itself"
@@ -259,7 +259,7 @@ def test_a_long_warm_up_is_scored_after_every_round_as_shorter_ones_would_be(mad
     grid = WarmUp(order(made), (HARD,), mixture_seeds=20, longest=4)
     assert quiet(closure(grid.jobs()), made) == {}
     (job,) = grid.scores().values()
-    assert isinstance(job, Score) and job.after == (1, 2, 3, 4)
+    assert isinstance(job, Score) and job.after_rounds == (1, 2, 3, 4)
     short = Indicators(order(made), (HARD,)).scores()[HARD, 0, True]
     with np.load(job.path) as long, np.load(short.path) as other:
         np.testing.assert_array_equal(long["per_class_norm/3"], other["per_class_norm/3"])
@@ -300,14 +300,15 @@ def test_the_partition_is_counted_by_true_and_by_observed_labels(made: Path) -> 
 
 def test_one_warm_up_serves_the_ablation_of_the_first_stage_too(tmp_path: Path) -> None:
     config: Config = order(tmp_path).config("fednoro", HARD, 0)
-    runs = sharing(
+    runs = share_warmups(
         [train(order(tmp_path).config(row, HARD, 0), tmp_path) for row in ("fedla", "fednoro")],
         tmp_path,
         3,
     )
-    assert {run.played and run.played.name for run in runs} == {
+    assert {run.earlier_run and run.earlier_run.name for run in runs} == {
         warm_up(config, tmp_path, 3, FedLA()).name
     }
     assert (
-        Indicators(order(tmp_path), (HARD,)).scores()[HARD, 0, True].warmup == runs[0].played.path
+        Indicators(order(tmp_path), (HARD,)).scores()[HARD, 0, True].warmup
+        == runs[0].earlier_run.path
     )  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from rich.console import Console
 from fednoro.bench import paper
 from fednoro.bench.formats import best, escape, figure, latex, markdown, tidy
 from fednoro.bench.paper import CLEAN, GRIDS, MILD, STRONG, Setting
-from fednoro.bench.plan import IN_ROUNDS, Order
+from fednoro.bench.plan import ROUND_OPTIONS, Order
 from fednoro.bench.tables import (
     METHODS,
     STAGE_2,
@@ -29,7 +29,7 @@ from fednoro.bench.tables import (
 )
 from fednoro.bench.tables_and_figures import QUICK, Wish, show
 from fednoro.core.types import FedNoRoWarning, UserError
-from fednoro.experiment.config.configuration import flat, resolve, section_name
+from fednoro.experiment.config.configuration import flatten_config, resolve, section_name
 from fednoro.methods import METHODS as REGISTERED
 from fednoro.methods import FedNoRo
 
@@ -56,7 +56,9 @@ def test_a_run_is_the_preset_with_its_method_noise_and_seed() -> None:
             "seed=3",
         ],
     )
-    differing = {key for key, value in flat(config).items() if flat(same)[key] != value}
+    differing = {
+        key for key, value in flatten_config(config).items() if flatten_config(same)[key] != value
+    }
     assert differing == {"name", "out"}
     assert (config.name, config.out) == ("digits-fedprox-rho0.4-eta0.5-0.7-seed3", "/nowhere/runs")
     assert order().config("fedla", CLEAN, 0).name == "digits-fedla-rho0-seed0"
@@ -67,18 +69,23 @@ def test_every_method_has_a_configuration_at_few_rounds(method: str) -> None:
     config = order(rounds=4).config(method, HARD, 0)
     assert config.train.rounds == 4
     full = order().config(method, HARD, 0)
-    for option in IN_ROUNDS.get(method, ()):
+    for option in ROUND_OPTIONS.get(method, ()):
         before, after = getattr(full.method, option), getattr(config.method, option)
         assert after is None if before is None else after == max(1, round(before * 4 / 40)), option
-    rest = {key for key, value in flat(config).items() if flat(full)[key] != value}
-    assert rest <= {"train.rounds", *(f"method.{option}" for option in IN_ROUNDS.get(method, ()))}
+    rest = {
+        key for key, value in flatten_config(config).items() if flatten_config(full)[key] != value
+    }
+    assert rest <= {
+        "train.rounds",
+        *(f"method.{option}" for option in ROUND_OPTIONS.get(method, ())),
+    }
 
 
 def test_options_that_count_rounds_exist_and_all_of_them_are_scaled() -> None:
     for name, kind in REGISTERED.items():
         known = ("warmup", "ramp_end", "gradual", "finetune", "purge", "correct_every")
         counting = {key for key in kind.__dataclass_fields__ if key in known}
-        assert counting == set(IN_ROUNDS.get(name, ())), name
+        assert counting == set(ROUND_OPTIONS.get(name, ())), name
 
 
 def test_the_same_number_of_rounds_changes_nothing_and_what_was_said_stays() -> None:
@@ -159,15 +166,16 @@ def test_the_paper_s_figures_stand_beside_ours_only_for_the_same_data() -> None:
     wish = Wish(data="isic2019", overrides=("data.path=x",))
     ours = wish.grid("table2")
     assert isinstance(ours, Comparison)
-    assert ours.reported("fednoro", Setting(0.6, *STRONG)) == (66.00, 60.65)
-    assert ours.reported("rofl", CLEAN) is None
+    assert ours.paper_result("fednoro", Setting(0.6, *STRONG)) == (66.00, 60.65)
+    assert ours.paper_result("rofl", CLEAN) is None
     ablation = wish.grid("table4")
-    assert isinstance(ablation, Comparison) and ablation.reported(
+    assert isinstance(ablation, Comparison) and ablation.paper_result(
         "kd-only", Setting(0.6, *STRONG)
     ) == (60.79, 43.57)
     other = Wish(data="digits").grid("table2")
     assert (
-        isinstance(other, Comparison) and other.reported("fednoro", Setting(0.6, *STRONG)) is None
+        isinstance(other, Comparison)
+        and other.paper_result("fednoro", Setting(0.6, *STRONG)) is None
     )
 
 

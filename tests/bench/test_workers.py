@@ -57,13 +57,13 @@ class Heard:
 
     events: list[tuple[str, str, Any]] = field(default_factory=list)
 
-    def begun(self, job: Job) -> None:
+    def on_start(self, job: Job) -> None:
         self.events.append(("begun", job.name, None))
 
-    def heard(self, job: Job, what: str, details: Any) -> None:
-        self.events.append((what, job.name, details))
+    def on_message(self, job: Job, message: str, details: Any) -> None:
+        self.events.append((message, job.name, details))
 
-    def ended(self, job: Job, reason: str | None) -> None:
+    def on_end(self, job: Job, reason: str | None) -> None:
         self.events.append(("ended", job.name, reason))
 
 
@@ -120,12 +120,12 @@ def test_without_a_terminal_every_job_that_ends_is_a_line_and_a_warning_is_said_
     jobs: list[Job] = [Writes(name, CONFIG, tmp_path / name) for name in "abc"]
     shown, text = board(jobs)
     for job in jobs:
-        shown.begun(job)
-        shown.heard(job, "round", (0, 4, None))
-        shown.heard(job, "warned", "trouble [x]")
-        shown.heard(job, "round", (2, 4, 0.5))
-        shown.heard(job, "result", (0.91234, 0.9))
-        shown.ended(job, "it [broke]" if job.name == "b" else None)
+        shown.on_start(job)
+        shown.on_message(job, "round", (0, 4, None))
+        shown.on_message(job, "warned", "trouble [x]")
+        shown.on_message(job, "round", (2, 4, 0.5))
+        shown.on_message(job, "result", (0.91234, 0.9))
+        shown.on_end(job, "it [broke]" if job.name == "b" else None)
     shown.close()
     lines = text.getvalue().splitlines()
     assert lines[0] == "warning: a: trouble [x]" and sum("trouble" in line for line in lines) == 1
@@ -144,13 +144,13 @@ def test_the_time_left_counts_the_rounds_that_are_left(
     jobs: list[Job] = [Writes(name, CONFIG, tmp_path / name) for name in "ab"]
     shown, _ = board(jobs)
     assert shown.eta is None
-    shown.begun(jobs[0])
+    shown.on_start(jobs[0])
     clock[0] += 50  # preparations do not say how long a round is
     # it goes on after round 4: six are left, and one for the other job
-    shown.heard(jobs[0], "round", (4, 10, None))
+    shown.on_message(jobs[0], "round", (4, 10, None))
     assert shown.eta is None
     clock[0] += 6
-    shown.heard(jobs[0], "round", (7, 10, 0.4))
+    shown.on_message(jobs[0], "round", (7, 10, 0.4))
     assert shown.eta == pytest.approx(6 / 3 * (3 + 1))
     assert [_span(value) for value in (9.4, 61, 3600 * 2 + 300)] == [
         "9 s",
@@ -165,11 +165,11 @@ def test_in_a_terminal_the_rounds_of_running_jobs_are_shown_with_the_time_left(
     jobs: list[Job] = [Writes(name, CONFIG, tmp_path / name) for name in ("runs/a", "runs/b")]
     shown, text = board(jobs, force_terminal=True)
     for job in jobs:
-        shown.begun(job)
-        shown.heard(job, "round", (0, 4, None))
-        shown.heard(job, "round", (3, 4, 0.5))
+        shown.on_start(job)
+        shown.on_message(job, "round", (0, 4, None))
+        shown.on_message(job, "round", (3, 4, 0.5))
     shown._bar.refresh()  # type: ignore[union-attr]
-    shown.ended(jobs[0], None)
+    shown.on_end(jobs[0], None)
     shown.close()
     assert "runs/b" in text.getvalue() and "round 3/4  BACC 50.00%" in text.getvalue()
     assert "3/5 jobs  ETA " in text.getvalue() and "4/5" in text.getvalue()

@@ -23,7 +23,7 @@ from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.cache.archive import open_tree
 from fednoro.data.dataset import Dataset
 from fednoro.data.sources.dermoscopy import Zips
-from fednoro.data.sources.ham10000 import PUBLISHED, Ham10000
+from fednoro.data.sources.ham10000 import PUBLISHED_COUNTS, Ham10000
 from fednoro.experiment.config.configuration import resolve
 
 SEVEN = ("mel", "nv", "bcc", "akiec", "bkl", "df", "vasc")
@@ -106,9 +106,9 @@ def zipped(folder: Path) -> None:
 
 
 def test_published_counts_add_up() -> None:
-    assert tuple(PUBLISHED[7]) == SEVEN and tuple(PUBLISHED[8]) == EIGHT
-    assert sum(PUBLISHED[7].values()) == sum(PUBLISHED[8].values()) == 10015
-    assert PUBLISHED[7]["akiec"] == PUBLISHED[8]["AK"] + PUBLISHED[8]["SCC"]
+    assert tuple(PUBLISHED_COUNTS[7]) == SEVEN and tuple(PUBLISHED_COUNTS[8]) == EIGHT
+    assert sum(PUBLISHED_COUNTS[7].values()) == sum(PUBLISHED_COUNTS[8].values()) == 10015
+    assert PUBLISHED_COUNTS[7]["akiec"] == PUBLISHED_COUNTS[8]["AK"] + PUBLISHED_COUNTS[8]["SCC"]
 
 
 def test_the_archive_with_its_parts_unpacked(root: Path) -> None:

@@ -20,7 +20,7 @@ import fednoro
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.cache.preparation import prepare
 from fednoro.data.dataset import Dataset
-from fednoro.data.sources.ich import CLASSES, PUBLISHED, Ich, read_labels
+from fednoro.data.sources.ich import CLASSES, PUBLISHED_COUNTS, Ich, read_labels
 
 TYPES = (*CLASSES, "any")
 BROKEN = "ID_6431af929"
@@ -263,9 +263,9 @@ def test_published_counts_pass_and_others_are_reported(root: Path) -> None:
     (message,) = [str(w.message) for w in caught if "published" in str(w.message)]
     assert "epidural 4, not 1,497" in message
     assert "\n" not in message
-    assert sum(PUBLISHED) == 67_969
+    assert sum(PUBLISHED_COUNTS) == 67_969
 
-    numbers = np.cumsum((20, *PUBLISHED))
+    numbers = np.cumsum((20, *PUBLISHED_COUNTS))
     lines = lines_of(root)[: 6 * 20]
     for kind, (first, end) in zip(CLASSES, pairwise(numbers), strict=True):
         for number in range(first, end - 4):

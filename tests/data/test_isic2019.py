@@ -19,7 +19,7 @@ from PIL import Image
 import fednoro
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.dataset import Dataset
-from fednoro.data.sources.isic2019 import PUBLISHED, Isic2019
+from fednoro.data.sources.isic2019 import PUBLISHED_COUNTS, Isic2019
 from fednoro.experiment.config.configuration import resolve
 
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
@@ -113,8 +113,8 @@ def zipped(folder: Path) -> None:
 
 
 def test_classes_have_the_official_order_and_the_published_counts() -> None:
-    assert tuple(PUBLISHED) == CLASSES
-    assert sum(PUBLISHED.values()) == 25331
+    assert tuple(PUBLISHED_COUNTS) == CLASSES
+    assert sum(PUBLISHED_COUNTS.values()) == 25331
 
 
 def check(data: Dataset) -> None:

@@ -443,7 +443,7 @@ PROCESSES = (
     "decode_image\n"
     "from fednoro.data.cache import rows\n"
     "if __name__ == '__main__':\n"
-    "    rows._WORTH_PROCESSES = rows._THREADS_KEEP_BUSY = 0\n"
+    "    rows._MIN_FOR_PROCESSES = rows._MAX_CORES_FOR_THREADS = 0\n"
     "    tree = open_tree(Path(sys.argv[1]))\n"
     "    records = tuple(preparation.Record(name, name[0], name) for name in tree.names)\n"
     "    recipe = preparation.Recipe(tree, 'greys', records, ('a', 'b'), (8, 8, 3), {}, "
@@ -640,7 +640,7 @@ def test_what_a_source_left_out_is_listed_before_what_could_not_be_read(
                 ("m", "n"), (8, 8, 3), {},
             ),
             partial(decode_image, size=8),
-            skipped=[("ISIC_1", "no image")],
+            omissions=[("ISIC_1", "no image")],
         )  # fmt: skip
     assert manifest(home)["skipped"] == [
         {"path": "ISIC_1", "reason": "no image"},

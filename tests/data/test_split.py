@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fednoro.core.types import FedNoRoWarning, UserError
 from fednoro.data.dataset import Dataset
-from fednoro.data.leakage import identical, leakage
+from fednoro.data.leakage import count_identical, leakage
 from fednoro.data.split import Parts, Split, read_split, train_test, write_split
 
 
@@ -386,9 +386,9 @@ def test_a_sample_in_two_parts_is_reported() -> None:
 def test_images_that_share_only_their_middle_row_are_different() -> None:
     data = pictures([0] * 4)
     data.images[:, 2] = 7
-    assert identical(data.images, np.array([2, 3]), np.array([0, 1])) == 0
+    assert count_identical(data.images, np.array([2, 3]), np.array([0, 1])) == 0
     data.images[3] = data.images[1]
-    assert identical(data.images, np.array([2, 3]), np.array([0, 1])) == 1
+    assert count_identical(data.images, np.array([2, 3]), np.array([0, 1])) == 1
 
 
 @settings(deadline=None, max_examples=60)
@@ -399,7 +399,7 @@ def test_identical_images_are_those_that_a_full_comparison_finds(
     images = np.array(values, np.uint8).repeat(4).reshape(-1, 2, 2, 1)
     here, there = np.arange(len(values))[:cut], np.arange(len(values))[cut:]
     slow = sum(any((images[i] == images[j]).all() for j in there) for i in here)
-    assert identical(images, here, there) == slow
+    assert count_identical(images, here, there) == slow
 
 
 def test_a_memory_map_is_searched_too(tmp_path: Path) -> None:
@@ -407,4 +407,4 @@ def test_a_memory_map_is_searched_too(tmp_path: Path) -> None:
     images[4] = images[1]
     np.save(tmp_path / "images.npy", images)
     mapped = np.load(tmp_path / "images.npy", mmap_mode="r")
-    assert identical(mapped, np.array([3, 4, 5]), np.array([0, 1, 2])) == 1
+    assert count_identical(mapped, np.array([3, 4, 5]), np.array([0, 1, 2])) == 1

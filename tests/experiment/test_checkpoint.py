@@ -23,7 +23,7 @@ from fednoro.core.files import disk_errors, write_json, write_whole
 from fednoro.core.types import State, UserError, Weights
 from fednoro.data.client import Client
 from fednoro.experiment.checkpoint import (
-    KEPT_CHECKPOINTS,
+    CHECKPOINTS_PER_RUN,
     Snapshot,
     checkpoints,
     environment,
@@ -298,7 +298,7 @@ def test_the_newest_checkpoints_are_kept(folder: RunFolder) -> None:
         save_checkpoint(folder, state_at(number), {})
     kept = [path.name for path in checkpoints(folder)]
     assert kept == [
-        f"round-{number:05d}.safetensors" for number in range(13 - KEPT_CHECKPOINTS, 13)
+        f"round-{number:05d}.safetensors" for number in range(13 - CHECKPOINTS_PER_RUN, 13)
     ]
     assert names(folder.path / "checkpoints") == kept
     found = restore(folder, {})

@@ -160,9 +160,9 @@ class Fickle(nn.Module):
 def test_a_model_that_gives_other_outputs_is_not_written(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = trained_model.open_trained(run)
+    model = trained_model.open_trained_model(run)
     fickle = dataclasses.replace(model, net=Fickle(model.net).eval())
-    monkeypatch.setattr("fednoro.experiment.export.open_trained", lambda _: fickle)
+    monkeypatch.setattr("fednoro.experiment.export.open_trained_model", lambda _: fickle)
     with pytest.raises(UserError, match="nothing was written"):
         export(run, tmp_path / "m.onnx", "onnx")
     assert not list(tmp_path.iterdir())

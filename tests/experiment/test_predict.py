@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import fednoro
 from fednoro.core.types import UserError
 from fednoro.experiment.drive import Run
-from fednoro.experiment.predict import listed, predict, write
-from fednoro.experiment.trained_model import open_trained
+from fednoro.experiment.predict import list_files, predict, write
+from fednoro.experiment.trained_model import open_trained_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,7 +83,7 @@ def test_files_give_what_the_runs_own_images_give(made: tuple[Run, Path]) -> Non
     run, folder = made
     dataset = run.config.data.load(0)
     assert dataset.ids is not None and len(dataset) == 36
-    model = open_trained(run)
+    model = open_trained_model(run)
     for i, name in enumerate(dataset.ids):
         np.testing.assert_array_equal(model.decode((folder / name).read_bytes()), dataset.images[i])
     found = predict(run, [folder], batch=7)
@@ -142,7 +142,7 @@ def test_patterns_and_folders_name_each_file_once(
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "void").mkdir()
     monkeypatch.chdir(tmp_path)
-    found = dict(listed(["a", "a/*.png", "a/**/*.JPG", "c[1].png", "void", "*.gif"]))
+    found = dict(list_files(["a", "a/*.png", "a/**/*.JPG", "c[1].png", "void", "*.gif"]))
     assert [name for name, reason in found.items() if not reason] == [
         "a/1.png",
         "a/b/2.JPG",
@@ -210,7 +210,7 @@ def test_prepared_folders_decode_as_they_were_prepared(
     config = yaml.safe_load((moved / "config.yaml").read_text())
     config["data"] = {"name": "prepared", "path": str(cache)}
     (moved / "config.yaml").write_text(yaml.safe_dump(config))
-    model = open_trained(moved)
+    model = open_trained_model(moved)
     assert model.preprocessing["crop"] == "center"
     data = (folder / "malignant" / "01.jpg").read_bytes()
-    np.testing.assert_array_equal(model.decode(data), open_trained(run).decode(data))
+    np.testing.assert_array_equal(model.decode(data), open_trained_model(run).decode(data))

@@ -24,7 +24,7 @@ from fednoro.experiment.run_folder.recorded_run import PARTS, read
 from fednoro.report import write_or_warn
 from fednoro.report.findings import findings
 from fednoro.report.page import render, write_report
-from fednoro.report.recorded_verdict import judged
+from fednoro.report.recorded_verdict import read_verdict
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -232,7 +232,7 @@ def test_a_report_that_fails_is_a_warning_and_no_more(
 
 def test_the_answer_names_the_noisy_clients_and_how_firm_that_is(run: Path) -> None:
     recorded = read(run)
-    found = findings(recorded, judged(recorded))
+    found = findings(recorded, read_verdict(recorded))
     assert found.flagged == ("client 02", "client 05")
     assert found.headline.startswith("2 of 6 clients look noisy")
     assert found.noisy[0] == "These are exactly the 2 clients whose labels were made wrong."
@@ -245,7 +245,7 @@ def test_wrong_verdicts_are_named(run: Path) -> None:
         detection["clients"][k] |= {"noisy": noisy, "posterior": float(noisy)}
     (run / "detection.json").write_text(json.dumps(detection))
     recorded = read(run)
-    line = findings(recorded, judged(recorded)).noisy[0]
+    line = findings(recorded, read_verdict(recorded)).noisy[0]
     assert "missed: client 02" in line and "falsely flagged: client 00" in line
 
 
@@ -265,7 +265,7 @@ def test_groups_that_are_not_there_are_called_not_firm(tmp_path: Path) -> None:
         }
     (run / "detection.json").write_text(json.dumps(detection))
     recorded = read(run)
-    verdicts = judged(recorded)
+    verdicts = read_verdict(recorded)
     assert verdicts is not None and verdicts.reproduced
     text = said(run)
     assert "but not firmly" in text and "There may be no two groups at all" in text

@@ -10,7 +10,7 @@ import pytest
 
 import fednoro
 from fednoro.core.types import FedNoRoWarning, UserError
-from fednoro.experiment.config.configuration import anchored, resolve
+from fednoro.experiment.config.configuration import resolve, with_absolute_paths
 from fednoro.experiment.drive import Watcher
 from fednoro.experiment.simulation import Lab, laboratory
 
@@ -111,7 +111,7 @@ def test_only_what_exists_is_anchored(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "resize").mkdir()  # the name of an option's value, not a path
     config = resolve("digits", ["data={name: folder, path: not-there, crop: resize}"])
-    assert anchored(config) == config
+    assert with_absolute_paths(config) == config
 
 
 @pytest.fixture

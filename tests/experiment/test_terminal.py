@@ -24,7 +24,7 @@ from fednoro.experiment.rounds import Turn
 from fednoro.experiment.run_folder.recorded_run import read
 from fednoro.experiment.watch.terminal import Terminal, prepared_table
 from fednoro.report.findings import findings
-from fednoro.report.recorded_verdict import judged as judged_by
+from fednoro.report.recorded_verdict import read_verdict as judged_by
 
 
 def judged(after: int, flagged: Sequence[int], clients: Sequence[int] = range(6)) -> State:

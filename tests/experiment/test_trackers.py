@@ -18,7 +18,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 import fednoro
 from fednoro.core.types import UserError
-from fednoro.experiment.config.configuration import flattened, resolve
+from fednoro.experiment.config.configuration import flatten_tree, resolve
 from fednoro.experiment.drive import Run, Watcher
 from fednoro.experiment.rounds import Turn
 from fednoro.experiment.watch import trackers
@@ -259,4 +259,4 @@ def test_class_tags_are_distinct_and_plain(classes: list[str]) -> None:
 
 def test_classes_that_would_have_one_tag_get_two() -> None:
     assert trackers.class_tags(["a b", "a/b", "c"]) == ("a_b-0", "a_b-1", "c")
-    assert flattened({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}
+    assert flatten_tree({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "a.c": {}, "d": [2]}

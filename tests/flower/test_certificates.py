@@ -144,7 +144,7 @@ def test_a_site_is_added_later_without_touching_what_is_there(tmp_path: Path) ->
     second = make(tmp_path, (), ("west",))
     assert {path: path.read_bytes() for path in before} == before
     assert set(second.sites) == {"north", "west"} and second.expires == first.expires
-    assert second.made == (tmp_path / "keys/west", tmp_path / "keys/west.pub")
+    assert second.new_files == (tmp_path / "keys/west", tmp_path / "keys/west.pub")
 
 
 def test_a_site_is_added_while_the_cas_key_is_locked_away(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
 
 def test_the_same_command_twice_changes_nothing(tmp_path: Path) -> None:
     make(tmp_path, HOSTS)
-    assert make(tmp_path, HOSTS).made == ()
+    assert make(tmp_path, HOSTS).new_files == ()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 
 from fednoro.audit.audit_method import Audit
 from fednoro.audit.estimates import findings
-from fednoro.audit.simulated_audit import Examined, Subject, examine, subject, verdicts_in
+from fednoro.audit.simulated_audit import Outcome, Subject, examine, open_subject, verdicts_in
 from fednoro.audit.site_letter import Holding, Judgement, write_letter
 from fednoro.cli.flower import app as commands
 from fednoro.core.types import UserError
@@ -111,7 +111,7 @@ def rows(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def simulated(run: Path, places: dict[str, Path], audit: Audit) -> tuple[Examined, list[Dataset]]:
+def simulated(run: Path, places: dict[str, Path], audit: Audit) -> tuple[Outcome, list[Dataset]]:
     """The audit in one process, of all sites' images together."""
     config, parts = (
         resolve(run / "config.yaml"),
@@ -422,7 +422,7 @@ def test_run_is_audited_where_its_images_are(run: Path, tmp_path: Path) -> None:
         pytest.raises(
             UserError, match=r"are at its sites: audit it there, with `fednoro flower audit"
         ),
-        subject(run, Watcher()),
+        open_subject(run, Watcher()),
     ):
         pass
     kept = json.loads((run / "flower.json").read_text())

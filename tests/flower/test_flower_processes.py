@@ -33,7 +33,7 @@ from fednoro.flower.ops.flwr_process import (
     environment,
     free_port,
     healthy,
-    owned,
+    owned_process,
 )
 
 pytestmark = [
@@ -116,7 +116,9 @@ def test_run_that_fails_ends_with_an_exit_code_that_says_so(tmp_path: Path) -> N
     )
     with (
         (tmp_path / "log").open("wb") as log,
-        owned([*link, "--port", str(port), "--disable-runtime-dependency-installation"], env, log),
+        owned_process(
+            [*link, "--port", str(port), "--disable-runtime-dependency-installation"], env, log
+        ),
     ):
         wait_until(lambda: healthy(port), "the SuperLink")
         done = fednoro("flower", "run", str(app), env=env)
@@ -156,7 +158,7 @@ class Federation:
     def start(self, name: str, *arguments: str, home: str = "flwr") -> subprocess.Popen[bytes]:
         log = self.stack.enter_context((self.root / f"{name}.log").open("ab"))
         env = {**self.env, "FLWR_HOME": str(self.root / home)}
-        process = self.stack.enter_context(owned(arguments, env, log))
+        process = self.stack.enter_context(owned_process(arguments, env, log))
         self.processes[name] = process
         return process
 

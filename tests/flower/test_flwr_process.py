@@ -30,9 +30,16 @@ from fednoro.flower.ops.flwr_process import (  # fmt: skip
     app_toml,
     environment,
     free_port,
-    owned,
+    owned_process,
 )
-from fednoro.flower.ops.follower import Follower, RunFailedError, as_json, follow, ordered, placed
+from fednoro.flower.ops.follower import (
+    Follower,
+    RunFailedError,
+    as_json,
+    follow,
+    read_items,
+    with_run_folder,
+)
 from fednoro.flower.server.coordinator import read_config
 from fednoro.flower.server.run_config import Deployment
 
@@ -84,15 +91,15 @@ def test_configuration_survives_the_way_through_the_run_config() -> None:
 
 
 def test_app_folder_preset_and_file_are_all_ordered_with_overrides(tmp_path: Path) -> None:
-    config, app, values = ordered(
+    config, app, values = read_items(
         [str(EXAMPLES / "app"), "method=fedavg"], {"min-sites": 5, "round-timeout": None}
     )
     assert config == resolve("digits", ["method=fedavg"]) and app == EXAMPLES / "app"
     assert values["min-sites"] == 5 and values["round-timeout"] == 600.0
     (tmp_path / "my.yaml").write_text("preset: digits\nseed: 3\n")
-    config, app, values = ordered([str(tmp_path / "my.yaml")], {"min-sites": None})
+    config, app, values = read_items([str(tmp_path / "my.yaml")], {"min-sites": None})
     assert config == resolve("digits", ["seed=3"]) and app is None and values == {}
-    config, app, values = ordered([str(EXAMPLES / "own-app")], {})
+    config, app, values = read_items([str(EXAMPLES / "own-app")], {})
     assert config is None and app == EXAMPLES / "own-app"
 
 
@@ -109,14 +116,14 @@ def test_wrong_order_is_one_clear_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
-        ordered(items, {})
+        read_items(items, {})
 
 
 def test_run_folder_that_is_taken_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with pytest.raises(UserError, match="exists already"):
-        placed(resolve("digits", [f"out={tmp_path}", "name=mine"]))
-    config, folder = placed(resolve("digits", [f"out={tmp_path}"]))
+        with_run_folder(resolve("digits", [f"out={tmp_path}", "name=mine"]))
+    config, folder = with_run_folder(resolve("digits", [f"out={tmp_path}"]))
     assert folder == Path(config.out) / str(config.name) and folder.is_absolute()
 
 
@@ -140,7 +147,9 @@ def test_owned_process_takes_its_children_with_it_even_those_that_left_its_group
     log = tmp_path / "log"
     with (
         log.open("wb") as file,
-        owned([sys.executable, "-c", CHILD.format(inner=INNER)], os.environ, file) as process,
+        owned_process(
+            [sys.executable, "-c", CHILD.format(inner=INNER)], os.environ, file
+        ) as process,
     ):
         deadline = time.monotonic() + 60
         while b"here" not in log.read_bytes():
@@ -217,9 +226,9 @@ def test_superlink_that_is_away_for_a_while_is_waited_for(hasty: None) -> None:
 def test_superlink_that_stays_away_ends_the_waiting_with_a_code_of_its_own(
     hasty: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(follower, "GIVE_UP", 0.3)
+    monkeypatch.setattr(follower, "GIVE_UP_AFTER", 0.3)
     with pytest.raises(typer.Exit) as ended:
-        flower._play(scripted(Status("running"), None), tmp_path, None, quiet=True)
+        flower._run_and_follow(scripted(Status("running"), None), tmp_path, None, quiet=True)
     assert ended.value.exit_code == 3
     assert "the SuperLink could not be asked about run 7" in (said := capsys.readouterr().err)
     assert "connection refused" in said
@@ -272,8 +281,8 @@ def test_help_of_the_commands_comes_without_flower_or_torch() -> None:
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_sigterm_leaves_no_owned_process_behind(tmp_path: Path) -> None:
     code = (
-        "import os, sys, time; from fednoro.flower.ops.flwr_process import owned\n"
-        "with open(sys.argv[1], 'wb') as log, owned([sys.executable, '-c', 'import time; "
+        "import os, sys, time; from fednoro.flower.ops.flwr_process import owned_process\n"
+        "with open(sys.argv[1], 'wb') as log, owned_process([sys.executable, '-c', 'import time; "
         "time.sleep(600)'],"
         " os.environ, log) as process:\n    print(process.pid, flush=True)\n    time.sleep(600)\n"
     )

@@ -320,21 +320,21 @@ def test_folders_that_cannot_be_written_fail(
 def test_a_model_that_does_not_fit_fails(
     settings: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspect_site, "_available", lambda: 1e8)
+    monkeypatch.setattr(inspect_site, "_available_memory", lambda: 1e8)
     status, line = only(check_site(settings(), run_config="digits"), "memory")
     assert status == "failed" and "100 MB are free" in line and "train.batch" in line
 
 
 def test_larger_models_and_batches_are_estimated_to_take_more(tmp_path: Path) -> None:
     from fednoro.experiment.config.configuration import resolve
-    from fednoro.flower.ops.inspect_site import Holding, _needed
+    from fednoro.flower.ops.inspect_site import Holding, _memory_estimate
 
     holding = Holding(CLASSES, dict.fromkeys(CLASSES, 9), (32, 32, 3))
-    small = _needed(resolve("digits", ["model.width=4"]), holding)[0]
-    big = _needed(resolve("digits", ["model=resnet18"]), holding)[0]
-    batch = _needed(resolve("digits", ["train.batch=512"]), holding)[0]
+    small = _memory_estimate(resolve("digits", ["model.width=4"]), holding)[0]
+    big = _memory_estimate(resolve("digits", ["model=resnet18"]), holding)[0]
+    batch = _memory_estimate(resolve("digits", ["train.batch=512"]), holding)[0]
     assert big > 4 * 8 * 11e6 > small
-    assert batch > 10 * _needed(resolve("digits", ["train.batch=16"]), holding)[0]
+    assert batch > 10 * _memory_estimate(resolve("digits", ["train.batch=16"]), holding)[0]
 
 
 def test_a_device_that_is_not_there_fails(settings: Callable[..., Path]) -> None:

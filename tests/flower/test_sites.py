@@ -565,7 +565,7 @@ def fresh_station() -> Iterator[None]:
 def test_site_that_was_put_right_is_asked_again_and_takes_part(
     places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fednoro.flower.server.roster.AGAIN", 0.0)
+    monkeypatch.setattr("fednoro.flower.server.roster.ASK_AGAIN_AFTER", 0.0)
     late = make_site(tmp_path / "late", 11)
     text = late.read_text()
     late.write_text("data: [")

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 import fednoro
-from fednoro.bench.jobs import sharing, train
+from fednoro.bench.jobs import share_warmups, train
 from fednoro.bench.paper import Setting
 from fednoro.bench.plan import Order
 from fednoro.core.types import UserError
@@ -156,10 +156,10 @@ def test_in_a_table_it_is_played_from_its_own_first_round_and_scaled_like_what_i
         train(order.config(row, setting, 0), tmp_path) for row in (f"{module}:Sub", "fednoro")
     )
     assert ":" not in str(own.config.name) and vars(own.config.method)["warmup"] < 20
-    alone, *_ = sharing(
+    alone, *_ = share_warmups(
         [own, paper, train(order.config("fedla", setting, 0), tmp_path)], tmp_path, 3
     )
-    assert alone.played is None, "its loss is not FedLA's"
+    assert alone.earlier_run is None, "its loss is not FedLA's"
 
 
 def test_registered_methods_keep_their_names() -> None:

@@ -21,11 +21,11 @@ from fednoro.experiment.run_folder.recorded_run import read
 from fednoro.experiment.run_folder.run_files import CLIENT_COLUMNS
 from fednoro.report.drawing.axes import round_ticks, short_names, whole_ticks
 from fednoro.report.drawing.figure import NARROW, WIDE, Figure
-from fednoro.report.drawing.image_export import drawn, save_all
-from fednoro.report.drawing.scene import Scene, printable, shortened
+from fednoro.report.drawing.image_export import export, save_all
+from fednoro.report.drawing.scene import Scene, printable, shorten
 from fednoro.report.figures import doubts, figures
 from fednoro.report.page import render, write_report
-from fednoro.report.recorded_verdict import judged
+from fednoro.report.recorded_verdict import read_verdict
 from fednoro.report.web import palette
 
 CLIENT = CLIENT_COLUMNS.index("client")
@@ -46,7 +46,7 @@ ALL = [
 
 def made(path: Path) -> dict[str, Figure]:
     run = read(path)
-    found = {figure.id: figure for _, figure in figures(run, judged(run))}
+    found = {figure.id: figure for _, figure in figures(run, read_verdict(run))}
     assert run.missing == []
     return found
 
@@ -117,18 +117,18 @@ def test_the_mixture_is_the_one_the_detector_fits(tmp_path: Path) -> None:
     rows = json.loads((path / "detection.json").read_text())["clients"].values()
     losses = np.array([row["losses"] for row in rows], dtype=float)
     detector = NoisyClientDetector(seed=0).fit(losses)
-    found = judged(read(path))
+    found = read_verdict(read(path))
     assert (
         found is not None
         and found.mixture is not None
-        and found.normalised is not None
+        and found.normalised_losses is not None
         and found.reproduced
     )
-    np.testing.assert_allclose(found.normalised, detector.normalised_, atol=1e-12)
+    np.testing.assert_allclose(found.normalised_losses, detector.normalised_, atol=1e-12)
     centred = detector.normalised_ - detector.normalised_.mean(axis=0)
     variance, vectors = np.linalg.eigh(centred.T @ centred)
     np.testing.assert_allclose(
-        found.mixture.explained, variance[::-1][:2] / variance.sum(), atol=1e-9
+        found.mixture.variance_shares, variance[::-1][:2] / variance.sum(), atol=1e-9
     )
     np.testing.assert_allclose(
         np.abs(found.mixture.points), np.abs(centred @ vectors[:, ::-1][:, :2]), atol=1e-9
@@ -244,7 +244,7 @@ def test_a_shared_beginning_is_left_out_at_a_space() -> None:
     assert short_names(["client 01", "client 02"]) == ["01", "02"]
     assert short_names(["clinic a", "client a"]) == ["clinic a", "client a"]
     assert short_names(["only one"]) == ["only one"]
-    assert shortened("abcdefghij", 5) == "ab…ij"
+    assert shorten("abcdefghij", 5) == "ab…ij"
 
 
 @given(st.text(max_size=40))
@@ -264,8 +264,8 @@ def test_whatever_is_written_is_valid_and_inert(text: str) -> None:
 def test_text_and_marks_have_enough_contrast(theme: dict[str, str]) -> None:
     def ratio(first: str, second: str) -> float:
         return palette.contrast(
-            palette.mixed(theme[first], theme["paper"], 1),
-            palette.mixed(theme[second], theme["paper"], 1),
+            palette.mix(theme[first], theme["paper"], 1),
+            palette.mix(theme[second], theme["paper"], 1),
         )
 
     for ground in ("paper", "panel", "band"):
@@ -278,8 +278,8 @@ def test_text_and_marks_have_enough_contrast(theme: dict[str, str]) -> None:
     for share in np.linspace(0, 1, 501):
         step = round(palette.HEAT_STEPS * share)
         text = palette.on_heat(step / palette.HEAT_STEPS, theme)
-        cell = palette.mixed(theme["heat"], theme["paper"], float(share))
-        assert palette.contrast(cell, palette.mixed(text, text, 1)) >= 4.5, share
+        cell = palette.mix(theme["heat"], theme["paper"], float(share))
+        assert palette.contrast(cell, palette.mix(text, text, 1)) >= 4.5, share
 
 
 # Machado, Oliveira and Fernandes 2009, full severity, on linear RGB.
@@ -350,15 +350,15 @@ def test_figures_for_a_paper_are_written_in_every_format(tmp_path: Path) -> None
 
 def test_equal_figures_are_equal_files(tmp_path: Path) -> None:
     scene = made(make_run(tmp_path / "run"))["ramp"].draw(NARROW)
-    assert drawn(scene, "svg") == drawn(scene, "svg")
-    assert drawn(scene, "pdf") == drawn(scene, "pdf")
+    assert export(scene, "svg") == export(scene, "svg")
+    assert export(scene, "pdf") == export(scene, "pdf")
 
 
 def test_every_figure_can_be_drawn_on_paper(tmp_path: Path) -> None:
     found = made(make_run(tmp_path / "run", clients=3, classes=2, rounds=4))
     assert list(found) == ALL
     for figure in found.values():
-        assert drawn(figure.draw(NARROW), "png", dpi=40).startswith(b"\x89PNG")
+        assert export(figure.draw(NARROW), "png", dpi=40).startswith(b"\x89PNG")
 
 
 def test_an_unknown_figure_is_a_clear_mistake(tmp_path: Path) -> None:

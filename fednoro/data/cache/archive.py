@@ -22,8 +22,8 @@ from typing import Protocol
 from fednoro.core.types import FedNoRoWarning, UserError
 
 LIMIT = 256 * 2**20  # bytes of one file; a CT slice has half a mebibyte, a large photograph twenty
-# a black slice packs as well as a bomb does, but it is small
-MAX_RATIO, RATIO_FROM = 1000, 16 * 2**20
+# A black slice packs as well as a bomb does, but it is small.
+MAX_RATIO, RATIO_MIN_SIZE = 1000, 16 * 2**20
 
 
 class Member(Protocol):
@@ -73,7 +73,7 @@ def open_tree(path: Path) -> Tree:
     return _list_zip(path)
 
 
-def _hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
@@ -81,7 +81,7 @@ def _hidden(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Loose:
+class _LooseFile:
     path: str
 
     def read(self) -> bytes:
@@ -98,21 +98,21 @@ class Folder:
 
     path: Path
     names: tuple[str, ...]
-    _known: frozenset[str]
+    _name_set: frozenset[str]
 
     def stamp(self, name: str) -> tuple[int, int] | None:
-        if name not in self._known:
+        if name not in self._name_set:
             return None
         try:
-            found = os.stat(f"{self.path}/{name}")  # noqa: PTH116 - as above
+            status = os.stat(f"{self.path}/{name}")  # noqa: PTH116 - as above
         except OSError:
             return None
-        return found.st_size, found.st_mtime_ns
+        return status.st_size, status.st_mtime_ns
 
     def member(self, name: str) -> Member:
-        if name not in self._known:
+        if name not in self._name_set:
             raise UserError("no such file")
-        return _Loose(f"{self.path}/{name}")
+        return _LooseFile(f"{self.path}/{name}")
 
     def read(self, name: str) -> bytes:
         return self.member(name).read()
@@ -121,25 +121,25 @@ class Folder:
 def _list_folder(root: Path) -> Folder:
     names: list[str] = []
     links: list[str] = []
-    below = [""]
-    while below:
-        inside = below.pop()
+    folders = [""]
+    while folders:
+        folder = folders.pop()
         try:
-            with os.scandir(root / inside) as entries:
+            with os.scandir(root / folder) as entries:
                 for entry in entries:
-                    name = inside + entry.name
-                    if _hidden(entry.name):
+                    name = folder + entry.name
+                    if _is_hidden(entry.name):
                         continue
                     if entry.is_dir(follow_symlinks=False):
-                        below.append(f"{name}/")
+                        folders.append(f"{name}/")
                     elif entry.is_file(follow_symlinks=False) or (
-                        entry.is_symlink() and _stays(root, name)
+                        entry.is_symlink() and _is_file_inside(root, name)
                     ):
                         names.append(name)
                     elif entry.is_symlink():
                         links.append(name)
         except OSError as error:
-            raise UserError(f"cannot list {root / inside}: {error.strerror or error}") from error
+            raise UserError(f"cannot list {root / folder}: {error.strerror or error}") from error
     if links:
         # A link to a folder inside would show the same images twice, or for ever.
         warnings.warn(
@@ -151,7 +151,7 @@ def _list_folder(root: Path) -> Folder:
     return Folder(root, tuple(sorted(names)), frozenset(names))
 
 
-def _stays(root: Path, name: str) -> bool:
+def _is_file_inside(root: Path, name: str) -> bool:
     """Whether a link leads to a file that is inside `root` too."""
     try:
         target = (root / name).resolve(strict=True)
@@ -164,17 +164,21 @@ def _stays(root: Path, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Packed:
+class _PackedFile:
     path: str
     offset: int
-    packed: int
+    packed_size: int
     size: int
     crc: int
     method: int
 
     def read(self) -> bytes:
-        if self.size > LIMIT or (self.size > RATIO_FROM and self.size > MAX_RATIO * self.packed):
-            raise UserError(f"unpacks to {_mebibytes(self.size)} from {_mebibytes(self.packed)}")
+        if self.size > LIMIT or (
+            self.size > RATIO_MIN_SIZE and self.size > MAX_RATIO * self.packed_size
+        ):
+            raise UserError(
+                f"unpacks to {_mebibytes(self.size)} from {_mebibytes(self.packed_size)}"
+            )
         if self.method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise UserError(
                 f"packed by a method that is not supported ({self.method}); pack it with deflate"
@@ -184,9 +188,9 @@ class _Packed:
             header = file.read(30)
             if header[:4] != b"PK\3\4" or len(header) < 30:
                 raise UserError("the zip is damaged here")
-            name, extra = struct.unpack("<HH", header[26:])
-            file.seek(name + extra, os.SEEK_CUR)
-            data = file.read(self.packed)
+            name_length, extra_length = struct.unpack("<HH", header[26:])
+            file.seek(name_length + extra_length, os.SEEK_CUR)
+            data = file.read(self.packed_size)
         if self.method == zipfile.ZIP_DEFLATED:
             try:
                 # a bomb may lie about its size
@@ -204,7 +208,7 @@ class Zip:
 
     path: Path
     names: tuple[str, ...]
-    _members: Mapping[str, _Packed]
+    _members: Mapping[str, _PackedFile]
 
     def stamp(self, name: str) -> tuple[int, int] | None:
         member = self._members.get(name)
@@ -220,14 +224,14 @@ class Zip:
 
 
 def _list_zip(path: Path) -> Zip:
-    members: dict[str, _Packed] = {}
+    members: dict[str, _PackedFile] = {}
     try:
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
                 name = info.filename.replace("\\", "/")
                 _refuse_tricks(path, info, name)
-                if not info.is_dir() and not any(_hidden(part) for part in name.split("/")):
-                    members[name] = _Packed(
+                if not info.is_dir() and not any(_is_hidden(part) for part in name.split("/")):
+                    members[name] = _PackedFile(
                         str(path),
                         info.header_offset,
                         info.compress_size,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fednoro.core.types import UserError
 
-NAMED = {",": "commas", ";": "semicolons", "\t": "tabs"}
+DELIMITER_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
 Row = tuple[int, dict[str, str]]  # the line that the row ends on, and its stripped cells by column
 
 
@@ -36,10 +36,10 @@ def parse_table(data: bytes, name: str, columns: Sequence[str]) -> list[Row]:
         raise UserError(
             f"{name} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from error
-    first = text.partition("\n")[0]
+    first_line = text.partition("\n")[0]
     # Dataverse hands tables out with tabs, and Excel with semicolons where a
     # comma is the decimal point.
-    delimiter = next((mark for mark in "\t;" if mark in first and "," not in first), ",")
+    delimiter = next((mark for mark in "\t;" if mark in first_line and "," not in first_line), ",")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     rows = []
     try:
@@ -54,7 +54,7 @@ def parse_table(data: bytes, name: str, columns: Sequence[str]) -> list[Row]:
             if len(cells) > len(header):
                 raise UserError(
                     f"{name}, line {reader.line_num}: {len(cells)} cells under {len(header)} "
-                    f"columns; put quotes around cells with {NAMED[delimiter]}"
+                    f"columns; put quotes around cells with {DELIMITER_NAMES[delimiter]}"
                 )
             if any(cells):
                 padded = [cell.strip() for cell in cells] + [""] * (len(header) - len(cells))

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 Window = Literal["file", "brain", "triple"]
 _BRAIN, _SUBDURAL, _BONE = (40, 80), (80, 200), (600, 2800)  # centre and width in Hounsfield units
 _WINDOWS = {"brain": (_BRAIN,), "triple": (_BRAIN, _SUBDURAL, _BONE)}
-_MOST_PIXELS = 2**27
-_ALONE = threading.Lock()
+_MAX_PIXELS = 2**27
+_FILTERS_LOCK = threading.Lock()
 
 
 def check_pydicom() -> None:
@@ -51,8 +51,8 @@ def is_dicom(data: bytes) -> bool:
     """
     if data[128:132] == b"DICM":
         return True
-    group, kind = data[:2], data[4:6]
-    explicit = kind.isalpha() and kind.isupper()
+    group, representation = data[:2], data[4:6]
+    explicit = representation.isalpha() and representation.isupper()
     first = group in (b"\x02\x00", b"\x08\x00") and data[3:4] == b"\x00" and len(data) > 8
     return first and (explicit or int.from_bytes(data[4:8], "little") < len(data))
 
@@ -68,49 +68,49 @@ def decode_dicom(
     """
     from PIL import Image
 
-    with _quiet():
+    with _quiet_pydicom():
         header = _header(data)
         pixels = _pixels(header)
-        own = _own_window(header)
+        own_window = _own_window(header)
         slope, intercept = (
             _number(header, "RescaleSlope", 1.0),
             _number(header, "RescaleIntercept", 0.0),
         )
         inverted = header.get("PhotometricInterpretation") == "MONOCHROME1"
-        unused = _unused_bits(header, pixels)
+        unused_bits = _unused_bits(header, pixels)
 
     if pixels.ndim == 3:
         if window != "file":
             raise UserError(f"a colour image has no Hounsfield units for the window {window!r}")
-        beyond = max(8 * pixels.itemsize - unused - 8, 0)
-        image = Image.fromarray((pixels >> beyond).astype(np.uint8)).convert("L")
+        shift = max(8 * pixels.itemsize - unused_bits - 8, 0)
+        image = Image.fromarray((pixels >> shift).astype(np.uint8)).convert("L")
     else:
-        if unused:  # older files keep overlays there, and not all extend the sign
-            pixels = (pixels << unused) >> unused
+        if unused_bits:  # older files keep overlays there, and not all extend the sign
+            pixels = (pixels << unused_bits) >> unused_bits
         with np.errstate(all="ignore"):
             values = pixels.astype(np.float32) * np.float32(slope) + np.float32(intercept)
         if not np.isfinite(values).all():
             raise UserError("it has values that are not finite")
-        chosen = _WINDOWS.get(window) or (own or _whole_range(values),)
-        shown = np.dstack([_show(values, *each) for each in chosen])
-        shown = 255 - shown if inverted else shown
-        image = Image.fromarray(shown if len(chosen) > 1 else shown[:, :, 0])
+        windows = _WINDOWS.get(window) or (own_window or _whole_range(values),)
+        grey = np.dstack([_show(values, *each) for each in windows])
+        grey = 255 - grey if inverted else grey
+        image = Image.fromarray(grey if len(windows) > 1 else grey[:, :, 0])
     return fit(image, size, crop)
 
 
 def patient(data: bytes) -> str | None:
     """Whose image it is: the patient's id, else the study's; None where the header has neither."""
-    with _quiet():
+    with _quiet_pydicom():
         header = _header(data, only=("PatientID", "StudyInstanceUID"))
         return str(header.get("PatientID") or header.get("StudyInstanceUID") or "").strip() or None
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_pydicom() -> Iterator[None]:
     """No warnings about odd headers, and one line for whatever pydicom raises on damaged ones."""
     check_pydicom()
-    with _ALONE, warnings.catch_warnings():
-        # filters belong to the process, so threads must take turns
+    # Filters belong to the process, so threads must take turns.
+    with _FILTERS_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
@@ -144,7 +144,7 @@ def _pixels(header: Header) -> NDArray[Any]:
     frames, colour = header.get("NumberOfFrames") or 1, header.get("PhotometricInterpretation", "")
     if frames != 1:
         raise UserError(f"{frames} frames in one file; export each as a file of its own")
-    if header.get("Rows", 0) * header.get("Columns", 0) > _MOST_PIXELS:
+    if header.get("Rows", 0) * header.get("Columns", 0) > _MAX_PIXELS:
         raise UserError(f"{header.Rows}×{header.Columns} pixels are too many")
     if colour == "PALETTE COLOR":
         raise UserError("PALETTE COLOR images are not supported")
@@ -173,10 +173,10 @@ def _pixels(header: Header) -> NDArray[Any]:
 def _unused_bits(header: Header, pixels: NDArray[Any]) -> int:
     if pixels.dtype.kind not in "iu":
         return 0
-    stored, allocated = int(header.BitsStored), 8 * pixels.itemsize
-    if not 1 <= stored <= allocated:
-        raise UserError(f"BitsStored is {stored}, but {allocated} bits are allocated")
-    return allocated - stored
+    bits_stored, bits_allocated = int(header.BitsStored), 8 * pixels.itemsize
+    if not 1 <= bits_stored <= bits_allocated:
+        raise UserError(f"BitsStored is {bits_stored}, but {bits_allocated} bits are allocated")
+    return bits_allocated - bits_stored
 
 
 def _own_window(header: Header) -> tuple[float, float] | None:

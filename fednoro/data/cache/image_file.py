@@ -25,10 +25,10 @@ def decode_image(
     if not data:
         raise UserError("the file is empty")
     try:
-        with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as opened:
-            # a large JPEG is decoded at a fraction of its size
-            opened.draft(None, (2 * size, 2 * size))
-            image: Image.Image = ImageOps.exif_transpose(opened)
+        with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as original:
+            # A large JPEG is decoded at a fraction of its size.
+            original.draft(None, (2 * size, 2 * size))
+            image: Image.Image = ImageOps.exif_transpose(original)
     except UnidentifiedImageError:
         raise UserError("not a JPEG or PNG image") from None
     if image.mode.startswith("I"):

@@ -55,13 +55,13 @@ def read(folder: Path) -> tuple[Dataset, dict[str, Any]]:
             manifest[key]
         return dataset, manifest
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        why = f"{MANIFEST} lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise damaged(folder, why) from error
+        reason = f"{MANIFEST} lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise damage_error(folder, reason) from error
 
 
-def damaged(folder: Path, why: str) -> UserError:
+def damage_error(folder: Path, reason: str) -> UserError:
     """The error for a cache that cannot be used."""
-    return UserError(f"the image cache {folder} is damaged ({why}); delete it to prepare again")
+    return UserError(f"the image cache {folder} is damaged ({reason}); delete it to prepare again")
 
 
 def sha256(file: Path) -> str:

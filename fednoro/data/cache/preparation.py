@@ -42,14 +42,14 @@ from fednoro.data.cache.rows import (
     Decode,
     Progress,
     Workers,
-    bytes_there,
+    bytes_on_disk,
     write_rows,
 )
 from fednoro.data.dataset import Dataset
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WEEK = 7 * 24 * 3600.0
-_ELSEWHERE = "choose another folder with data.cache or FEDNORO_CACHE"
+_OTHER_FOLDER_ADVICE = "choose another folder with data.cache or FEDNORO_CACHE"
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Recipe:
 
 
 class Plan(NamedTuple):
-    """What a source asks of the cache; `left_out` are names with the
-    reason why they are no records.
+    """What a source asks of the cache;
+    `omissions` are names with the reason why they are no records.
     """
 
     recipe: Recipe
     decode: Decode
-    left_out: Sequence[tuple[str, str]] = ()
+    omissions: Sequence[tuple[str, str]] = ()
 
 
 @runtime_checkable
@@ -122,14 +122,14 @@ def prepare(source: object, progress: Progress | None = None, home: str | None =
         raise UserError(
             f"{type(source).__name__} needs no preparation: its images are used as they are"
         )
-    begin = time.perf_counter()
+    start = time.perf_counter()
     plan = source.plan(progress)
     folder, existed = _ensure(plan, home or getattr(source, "cache", None), progress)
-    dataset, found = manifest.read(folder)
+    dataset, facts = manifest.read(folder)
     sites = dict(sorted(Counter(dataset.sites or ()).items()))
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     return Prepared(
-        folder, found["counts"], found["skipped"], existed, found["bytes"], seconds, sites
+        folder, facts["counts"], facts["skipped"], existed, facts["bytes"], seconds, sites
     )
 
 
@@ -138,19 +138,19 @@ def load(
     decode: Decode,
     home: str | None = None,
     progress: Progress | None = None,
-    skipped: Sequence[tuple[str, str]] = (),
+    omissions: Sequence[tuple[str, str]] = (),
 ) -> Dataset:
     """The recipe's images from their cache, which is prepared first where there is none yet.
 
-    `skipped` are names that a source has left out before, with the reason:
+    `omissions` are names that a source has left out before, with the reason:
     the manifest lists them too.
     """
-    folder, _ = _ensure(Plan(recipe, decode, skipped), home, progress)
-    dataset, found = manifest.read(folder)
-    if found["unreadable"]:
-        first = found["skipped"][len(skipped)]
+    folder, _ = _ensure(Plan(recipe, decode, omissions), home, progress)
+    dataset, facts = manifest.read(folder)
+    if facts["unreadable"]:
+        first = facts["skipped"][len(omissions)]
         warnings.warn(
-            f"{found['unreadable']} of {len(recipe.records)} images could not be read; first: "
+            f"{facts['unreadable']} of {len(recipe.records)} images could not be read; first: "
             f"{first['path']} ({first['reason']}); full list in {folder / manifest.MANIFEST}",
             FedNoRoWarning,
             stacklevel=2,
@@ -162,9 +162,9 @@ def verify(cache_dir: Path) -> Dataset:
     """Reads a whole cache and compares it with its checksum; a
     `UserError` names one that is damaged.
     """
-    dataset, found = manifest.read(cache_dir)
-    if manifest.sha256(cache_dir / IMAGES) != found["sha256"]:
-        raise manifest.damaged(cache_dir, f"{IMAGES} does not match its checksum")
+    dataset, facts = manifest.read(cache_dir)
+    if manifest.sha256(cache_dir / IMAGES) != facts["sha256"]:
+        raise manifest.damage_error(cache_dir, f"{IMAGES} does not match its checksum")
     return dataset
 
 
@@ -175,18 +175,18 @@ def home_folder(home: str | None) -> Path:
 
 def _ensure(plan: Plan, home: str | None, progress: Progress | None) -> tuple[Path, bool]:
     """The folder of a complete cache, and whether it was there already."""
-    where = home_folder(home)
+    root = home_folder(home)
     recipe = plan.recipe
     stamps = [recipe.tree.stamp(record.path) for record in recipe.records]
     fingerprint = _fingerprint(plan, stamps)
     name = re.sub(r"[^\w.-]+", "_", recipe.name)[:40] or "images"
-    folder = where / f"{name}-{fingerprint[:16]}"
+    folder = root / f"{name}-{fingerprint[:16]}"
     if folder.exists():
         return folder, True
-    with _explained(where, recipe.bytes):
-        where.mkdir(parents=True, exist_ok=True)
-        _sweep(where, but=folder.name)
-        with _lock(where / f"{folder.name}.lock", wait=True):
+    with _explain_disk_errors(root, recipe.bytes):
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_remains(root, own_name=folder.name)
+        with _lock(root / f"{folder.name}.lock", wait=True):
             if folder.exists():  # another process has prepared it while this one waited
                 return folder, True
             _prepare(folder, plan, stamps, fingerprint, progress)
@@ -206,7 +206,7 @@ def _fingerprint(plan: Plan, stamps: list[tuple[int, int] | None]) -> str:
         recipe.shape,
         settings,
     ]
-    return hashlib.sha256(json.dumps([*inputs, files, list(plan.left_out)]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([*inputs, files, list(plan.omissions)]).encode()).hexdigest()
 
 
 def _prepare(
@@ -217,9 +217,9 @@ def _prepare(
     progress: Progress | None,
 ) -> None:
     recipe, temporary = plan.recipe, folder.parent / f"{folder.name}.preparing"
-    free = shutil.disk_usage(folder.parent).free
-    if free + bytes_there(temporary) < recipe.bytes:
-        raise _no_room(folder.parent, recipe.bytes, free)
+    free_bytes = shutil.disk_usage(folder.parent).free
+    if free_bytes + bytes_on_disk(temporary) < recipe.bytes:
+        raise _no_room_error(folder.parent, recipe.bytes, free_bytes)
     temporary.mkdir(exist_ok=True)
     members = [
         _member(recipe.tree, record.path, stamp)
@@ -250,17 +250,17 @@ def _describe(
 ) -> dict[str, Any]:
     """What the manifest says of the images in `folder`."""
     recipe = plan.recipe
-    kept = [record for i, record in enumerate(recipe.records) if i not in unreadable]
+    readable_records = [record for i, record in enumerate(recipe.records) if i not in unreadable]
     names = [record.path for record in recipe.records]
-    number = {name: c for c, name in enumerate(recipe.classes)}
-    count = Counter(record.label for record in kept)
+    number_of = {name: c for c, name in enumerate(recipe.classes)}
+    count = Counter(record.label for record in readable_records)
     return {
         "name": recipe.name,
         "version": manifest.VERSION,
         "fednoro": _version(),
         "source": str(recipe.tree.path),
         "settings": dict(recipe.settings),
-        "shape": [len(kept), *recipe.shape],
+        "shape": [len(readable_records), *recipe.shape],
         "counts": {name: count[name] for name in recipe.classes},
         "bytes": (folder / IMAGES).stat().st_size,
         "sha256": manifest.sha256(folder / IMAGES),
@@ -274,15 +274,15 @@ def _describe(
         "skipped": [
             {"path": name, "reason": reason}
             for name, reason in (
-                *plan.left_out,
+                *plan.omissions,
                 *((names[i], reason) for i, reason in unreadable.items()),
             )
         ],
         "classes": list(recipe.classes),
-        "labels": [number[record.label] for record in kept],
-        "ids": [record.id for record in kept],
-        "sites": _column([record.site for record in kept]),
-        "groups": _column([record.group for record in kept]),
+        "labels": [number_of[record.label] for record in readable_records],
+        "ids": [record.id for record in readable_records],
+        "sites": _column([record.site for record in readable_records]),
+        "groups": _column([record.group for record in readable_records]),
     }
 
 
@@ -307,25 +307,30 @@ def _check_losses(recipe: Recipe, unreadable: Mapping[int, str]) -> None:
     if not unreadable:
         return
     i, reason = next(iter(unreadable.items()))
-    where, first = recipe.tree.path, f"first: {recipe.records[i].path} ({reason})"
+    source, first = recipe.tree.path, f"first: {recipe.records[i].path} ({reason})"
     if recipe.stream or 2 * len(unreadable) > len(recipe.records):
         raise UserError(
             f"{len(unreadable)} of {len(recipe.records)} images in "
-            f"{where} could not be read; {first}"
+            f"{source} could not be read; {first}"
         )
-    kept = {record.label for i, record in enumerate(recipe.records) if i not in unreadable}
-    gone = sorted({record.label for record in recipe.records} - kept)
-    if gone:
-        raise UserError(f"no image of class {gone[0]!r} in {where} could be read; {first}")
+    readable_labels = {
+        record.label for i, record in enumerate(recipe.records) if i not in unreadable
+    }
+    lost_labels = sorted({record.label for record in recipe.records} - readable_labels)
+    if lost_labels:
+        raise UserError(f"no image of class {lost_labels[0]!r} in {source} could be read; {first}")
 
 
-def _sweep(home: Path, but: str) -> None:
+def _remove_remains(home: Path, own_name: str) -> None:
     """Removes what preparations left behind that nobody has gone on with for a week."""
     for remains in home.glob(f"*-{'[0-9a-f]' * 16}.preparing"):
-        if remains.stem == but or time.time() - _last_touched(remains) < _WEEK:
+        if remains.stem == own_name or time.time() - _last_touched(remains) < _WEEK:
             continue
-        with suppress(PermissionError), _lock(home / f"{remains.stem}.lock", wait=False) as dead:
-            if dead:
+        with (
+            suppress(PermissionError),
+            _lock(home / f"{remains.stem}.lock", wait=False) as acquired,
+        ):
+            if acquired:
                 shutil.rmtree(remains, ignore_errors=True)
 
 
@@ -347,7 +352,7 @@ def _lock(path: Path, wait: bool) -> Iterator[bool]:
     """
     while True:
         with path.open("a") as handle:
-            if take_lock(handle) and _is_still(path, handle):
+            if take_lock(handle) and _is_current(path, handle):
                 try:
                     yield True
                 finally:
@@ -361,9 +366,9 @@ def _lock(path: Path, wait: bool) -> Iterator[bool]:
         time.sleep(0.1)
 
 
-def _is_still(path: Path, handle: IO[str]) -> bool:
-    """Whether the lock that was taken is the one that others would
-    find, not one removed in between.
+def _is_current(path: Path, handle: IO[str]) -> bool:
+    """Whether the lock that was taken is the one that others would find,
+    not one removed in between.
     """
     try:
         return path.stat().st_ino == os.fstat(handle.fileno()).st_ino
@@ -372,21 +377,23 @@ def _is_still(path: Path, handle: IO[str]) -> bool:
 
 
 @contextmanager
-def _explained(home: Path, needed: int) -> Iterator[None]:
+def _explain_disk_errors(home: Path, needed_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise _no_room(home, needed, shutil.disk_usage(home).free) from error
+        if error.errno in _DISK_FULL:
+            raise _no_room_error(home, needed_bytes, shutil.disk_usage(home).free) from error
         raise UserError(
-            f"cannot write the image cache in {home} ({error.strerror or error}); {_ELSEWHERE}"
+            f"cannot write the image cache in {home} ({error.strerror or error}); "
+            f"{_OTHER_FOLDER_ADVICE}"
         ) from error
 
 
-def _no_room(home: Path, needed: int, free: int) -> UserError:
+def _no_room_error(home: Path, needed_bytes: int, free_bytes: int) -> UserError:
     return UserError(
-        f"the image cache needs {_megabytes(needed)} in {home}, {_megabytes(free)} are free; free "
-        f"some and run again to go on, or {_ELSEWHERE}"
+        f"the image cache needs {_megabytes(needed_bytes)} in {home}, "
+        f"{_megabytes(free_bytes)} are free; free some and run again to go on, "
+        f"or {_OTHER_FOLDER_ADVICE}"
     )
 
 

@@ -39,15 +39,15 @@ IMAGES, JOURNAL = "images.npy", "journal"
 # Threads take turns for the part of decoding that is Python, a quarter of it for a DICOM
 # slice: up to four cores they are no slower than processes, which take as long to start as
 # some hundred images to decode.
-_WORTH_PROCESSES = 500
-_THREADS_KEEP_BUSY = 4
-_AHEAD = 256 * 2**20  # bytes of decoded images that may wait for an earlier one
+_MIN_FOR_PROCESSES = 500
+_MAX_CORES_FOR_THREADS = 4
+_MAX_AHEAD = 256 * 2**20  # bytes of decoded images that may wait for an earlier one
 
 Progress = Callable[[str, int, int], None]
 Decode = Callable[[bytes], NDArray[np.uint8]]
 Workers = Literal["threads", "processes", "one"]  # one: a thread that reads in order
-S = TypeVar("S")
-T = TypeVar("T")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def write_rows(
@@ -62,34 +62,34 @@ def write_rows(
     """Decodes what `folder` does not hold yet; the positions that could
     not be read, with the reason.
     """
-    total, row = len(members), math.prod(shape)
+    total, row_size = len(members), math.prod(shape)
     for name in (IMAGES, JOURNAL):
         (folder / name).touch()
     # Plain writes, not a memory map: on a full disk they raise where a map would kill the process.
     with (folder / IMAGES).open("r+b") as images, (folder / JOURNAL).open("r+b") as journal:
-        done = _done(images, journal, fingerprint, len(_header(0, shape)), row)[:total]
-        if not done:
-            _start(images, _header(total, shape))
-            _start(journal, json.dumps(fingerprint).encode() + b"\n")
+        entries = _recover(images, journal, fingerprint, len(_header(0, shape)), row_size)[:total]
+        if not entries:
+            _restart_file(images, _header(total, shape))
+            _restart_file(journal, json.dumps(fingerprint).encode() + b"\n")
         attempt = partial(_attempt, decode, shape)
-        for outcome in _decoded(attempt, members[len(done) :], workers, _AHEAD // row):
+        for outcome in _decode(attempt, members[len(entries) :], workers, _MAX_AHEAD // row_size):
             if isinstance(outcome, bytes):
                 images.write(outcome)
                 images.flush()
             entry = zlib.crc32(outcome) if isinstance(outcome, bytes) else outcome
             journal.write(json.dumps(entry).encode() + b"\n")
             journal.flush()
-            done.append(entry)
+            entries.append(entry)
             if progress:
-                progress("preparing images", len(done), total)
-        skipped = {i: entry for i, entry in enumerate(done) if isinstance(entry, str)}
+                progress("preparing images", len(entries), total)
+        unreadable = {i: entry for i, entry in enumerate(entries) if isinstance(entry, str)}
         images.seek(0)
-        images.write(_header(total - len(skipped), shape))
+        images.write(_header(total - len(unreadable), shape))
         to_disk(images)
-    return skipped
+    return unreadable
 
 
-def bytes_there(folder: Path) -> int:
+def bytes_on_disk(folder: Path) -> int:
     """How much of the array an earlier preparation has left."""
     try:
         return (folder / IMAGES).stat().st_size
@@ -113,39 +113,39 @@ def _header(count: int, shape: tuple[int, ...]) -> bytes:
     return header.getvalue()
 
 
-def _start(file: IO[bytes], content: bytes) -> None:
+def _restart_file(file: IO[bytes], content: bytes) -> None:
     file.seek(0)
     file.truncate()
     file.write(content)
     file.flush()
 
 
-def _done(
-    images: IO[bytes], journal: IO[bytes], fingerprint: str, header: int, row: int
+def _recover(
+    images: IO[bytes], journal: IO[bytes], fingerprint: str, header_size: int, row_size: int
 ) -> list[int | str]:
     """The journal's entries that hold; both files are cut and placed to go on behind them."""
     first, *lines = journal.read().split(b"\n")[:-1] or [b""]
     if first != json.dumps(fingerprint).encode():
         return []
-    done: list[int | str] = []
-    rows, length = 0, len(first) + 1
-    images.seek(header)
+    entries: list[int | str] = []
+    row_count, journal_size = 0, len(first) + 1
+    images.seek(header_size)
     for line in lines:
         try:
             entry = json.loads(line)
         except ValueError:
             break
         if isinstance(entry, int):
-            content = images.read(row)
-            if len(content) != row or zlib.crc32(content) != entry:
+            content = images.read(row_size)
+            if len(content) != row_size or zlib.crc32(content) != entry:
                 break
-            rows += 1
-        done.append(entry)
-        length += len(line) + 1
-    for file, end in ((images, header + rows * row), (journal, length)):
+            row_count += 1
+        entries.append(entry)
+        journal_size += len(line) + 1
+    for file, end in ((images, header_size + row_count * row_size), (journal, journal_size)):
         file.seek(end)
         file.truncate()
-    return done
+    return entries
 
 
 def _attempt(decode: Decode, shape: tuple[int, ...], member: Member | str) -> bytes | str:
@@ -163,25 +163,27 @@ def _attempt(decode: Decode, shape: tuple[int, ...], member: Member | str) -> by
     return image.tobytes()
 
 
-def _decoded(
-    attempt: Callable[[S], T], items: list[S], workers: Workers, ahead: int
-) -> Iterator[T]:
+def _decode(
+    attempt: Callable[[Item], Result], items: list[Item], workers: Workers, ahead: int
+) -> Iterator[Result]:
     count = 1 if workers == "one" else min(_cores(), 16)
     processes = (
-        workers == "processes" and len(items) > _WORTH_PROCESSES and count > _THREADS_KEEP_BUSY
+        workers == "processes"
+        and len(items) > _MIN_FOR_PROCESSES
+        and count > _MAX_CORES_FOR_THREADS
     )
     with warnings.catch_warnings(), _pool(count, processes) as pool:
         warnings.simplefilter("ignore")  # odd metadata of readable images
-        yield from _in_order(pool, attempt, items, min(4 * count, ahead))
+        yield from _map_in_order(pool, attempt, items, min(4 * count, ahead))
 
 
-def _in_order(
-    pool: Executor, function: Callable[[S], T], items: Iterable[S], ahead: int
-) -> Iterator[T]:
+def _map_in_order(
+    pool: Executor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int
+) -> Iterator[Result]:
     """`pool.map` with at most `ahead` results waiting, so that memory stays bounded."""
-    window: deque[Future[T]] = deque()
+    window: deque[Future[Result]] = deque()
     for item in items:
-        with _uninterrupted():
+        with _block_interrupts():
             window.append(pool.submit(function, item))
         if len(window) > ahead:
             yield window.popleft().result()
@@ -212,18 +214,18 @@ def _pool(workers: int, processes: bool) -> Iterator[Executor]:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _block_interrupts() -> Iterator[None]:
     """Processes begun here never hear of Ctrl-C, which reaches all at once:
     the parent alone answers it.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _become_worker() -> None:

@@ -15,9 +15,9 @@ from fednoro.data.noise.flips import (
     transition,
 )
 from fednoro.data.noise.from_file import FromFile, observed_from_file
-from fednoro.data.noise.noise_model import Context, Kind, Noise, NoNoise
+from fednoro.data.noise.noise_model import Context, Noise, NoiseModel, NoNoise
 
-NOISES: dict[str, type[Kind]] = {
+NOISES: dict[str, type[NoiseModel]] = {
     "none": NoNoise,
     "h_idn": HIDN,
     "symmetric": Symmetric,
@@ -32,9 +32,9 @@ __all__ = [
     "Context",
     "Flips",
     "FromFile",
-    "Kind",
     "NoNoise",
     "Noise",
+    "NoiseModel",
     "PairFlip",
     "Symmetric",
     "Transition",

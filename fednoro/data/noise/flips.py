@@ -40,42 +40,42 @@ def flip_labels(
         rng: source of the draws.
     """
     p = _distributions(probabilities, "probabilities")
-    noisy, n = _checked(labels, p.shape[1], rate)
+    noisy, n = _copy_labels(labels, p.shape[1], rate)
     if len(p) != len(noisy):
         raise UserError(f"probabilities must have one row per label ({len(noisy)}), got {len(p)}")
 
     # what remains of a row sums to 1 − p(y|x), also where 1 − p would round to 0
     p[np.arange(len(p)), noisy] = 0
     doubt = p.sum(axis=1)
-    if n > (possible := np.count_nonzero(doubt)):
+    if n > (changeable := np.count_nonzero(doubt)):
         warnings.warn(
-            f"only {possible} of {len(noisy)} samples have p(y|x) < 1: the other {n - possible} of "
-            f"the {n} labels to change are drawn uniformly",
+            f"only {changeable} of {len(noisy)} samples have p(y|x) < 1: "
+            f"the other {n - changeable} of the {n} labels to change are drawn uniformly",
             FedNoRoWarning,
             stacklevel=2,
         )
     # Sorting by Exp(1)/weight gives the order of successive draws ∝ weight without
     # replacement (Efraimidis and Spirakis, 2006); the second key orders the samples of weight
     # zero, which all come last, at random.
-    chosen = np.lexsort((rng.random(len(noisy)), _race(doubt, rng)))[:n]
+    flip_rows = np.lexsort((rng.random(len(noisy)), _race_times(doubt, rng)))[:n]
 
-    q = p[chosen]
-    q[doubt[chosen] == 0] = 1
-    q[np.arange(n), noisy[chosen]] = 0
-    noisy[chosen] = _drawn(q, rng)
+    weights = p[flip_rows]
+    weights[doubt[flip_rows] == 0] = 1
+    weights[np.arange(n), noisy[flip_rows]] = 0
+    noisy[flip_rows] = _draw_columns(weights, rng)
     return noisy
 
 
 def symmetric(labels: IntArray, classes: int, rate: float, rng: np.random.Generator) -> IntArray:
     """Exactly round(rate·N) labels change, each to any other class with equal probability."""
-    noisy, n = _checked(labels, classes, rate)
+    noisy, n = _copy_labels(labels, classes, rate)
     noisy[rng.choice(len(noisy), n, replace=False)] += rng.integers(1, max(classes, 2), n)
     return noisy % classes
 
 
 def pair_flip(labels: IntArray, classes: int, rate: float, rng: np.random.Generator) -> IntArray:
     """Exactly round(rate·N) labels change, each to the next class, y → (y + 1) mod C."""
-    noisy, n = _checked(labels, classes, rate)
+    noisy, n = _copy_labels(labels, classes, rate)
     noisy[rng.choice(len(noisy), n, replace=False)] += 1
     return noisy % classes
 
@@ -87,8 +87,8 @@ def transition(labels: IntArray, matrix: ArrayLike, rng: np.random.Generator) ->
         raise UserError(
             f"the transition matrix must be square, got {rows.shape[0]}×{rows.shape[1]}"
         )
-    given, _ = _checked(labels, len(rows), rate=0)
-    return _drawn(rows[given], rng)
+    true_labels, _ = _copy_labels(labels, len(rows), rate=0)
+    return _draw_columns(rows[true_labels], rng)
 
 
 def read_matrix(path: str | Path) -> FloatArray:
@@ -116,23 +116,24 @@ def _distributions(values: ArrayLike, name: str) -> FloatArray:
         raise UserError(
             f"{name} must have two dimensions and at least one column, got shape {p.shape}"
         )
-    wrong = ~(np.isfinite(p) & (p >= 0)).all(axis=1)
-    if wrong.any():
+    invalid_rows = ~(np.isfinite(p) & (p >= 0)).all(axis=1)
+    if invalid_rows.any():
         raise UserError(
-            f"{name} must be finite and >= 0, got {p[wrong.argmax()]} in row {wrong.argmax()}"
+            f"{name} must be finite and >= 0, got {p[invalid_rows.argmax()]} "
+            f"in row {invalid_rows.argmax()}"
         )
     total = p.sum(axis=1)
-    wrong = abs(total - 1) > 1e-3
-    if wrong.any():
+    invalid_rows = abs(total - 1) > 1e-3
+    if invalid_rows.any():
         raise UserError(
             f"{name} must have rows that sum to 1, got "
-            f"{total[wrong.argmax()]:g} in row {wrong.argmax()}"
+            f"{total[invalid_rows.argmax()]:g} in row {invalid_rows.argmax()}"
         )
     normalised: FloatArray = p / total[:, None]
     return normalised
 
 
-def _checked(labels: IntArray, classes: int, rate: float) -> tuple[IntArray, int]:
+def _copy_labels(labels: IntArray, classes: int, rate: float) -> tuple[IntArray, int]:
     """A copy of the labels, and how many of them are to change."""
     values = np.asarray(labels)
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
@@ -152,28 +153,28 @@ def _checked(labels: IntArray, classes: int, rate: float) -> tuple[IntArray, int
     return values.astype(np.int64), n
 
 
-def _race(weights: FloatArray, rng: np.random.Generator) -> FloatArray:
-    """log(E/weight), E ~ Exp(1): the smallest is at i with probability ∝
-    weight_i; +inf where the weight is 0.
+def _race_times(weights: FloatArray, rng: np.random.Generator) -> FloatArray:
+    """log(E/weight), E ~ Exp(1): the smallest is at i with probability ∝ weight_i;
+    +inf where the weight is 0.
     """
     with np.errstate(divide="ignore"):
-        keys: FloatArray = np.log(rng.standard_exponential(weights.shape)) - np.log(weights)
-    return keys
+        times: FloatArray = np.log(rng.standard_exponential(weights.shape)) - np.log(weights)
+    return times
 
 
-def _drawn(weights: FloatArray, rng: np.random.Generator) -> IntArray:
+def _draw_columns(weights: FloatArray, rng: np.random.Generator) -> IntArray:
     """One column of each row, with probability ∝ its weight and never one of weight zero."""
-    columns: IntArray = _race(weights, rng).argmin(axis=1)
+    columns: IntArray = _race_times(weights, rng).argmin(axis=1)
     return columns
 
 
-def _on_noisy_clients(
+def _relabel_noisy_clients(
     rate: float,
     labels: IntArray,
     parts: Sequence[IntArray],
     context: Context,
     relabel: Callable[[int, IntArray, np.random.Generator], IntArray],
-    prepare: Callable[[list[int]], None] = lambda chosen: None,
+    prepare: Callable[[list[int]], None] = lambda noisy_clients: None,
 ) -> Noise:
     """Draws round(rate·K) clients; `relabel` gives client k's labels anew from the
     true ones and its own generator.
@@ -185,12 +186,12 @@ def _on_noisy_clients(
         )
         warnings.warn(message, FedNoRoWarning, stacklevel=3)
     observed = np.array(labels, dtype=np.int64)
-    chosen = np.sort(context.rng("noise.clients").choice(len(parts), n, replace=False))
-    prepare(chosen.tolist())
-    for k in chosen.tolist():
+    noisy_clients = np.sort(context.rng("noise.clients").choice(len(parts), n, replace=False))
+    prepare(noisy_clients.tolist())
+    for k in noisy_clients.tolist():
         observed[parts[k]] = relabel(k, labels[parts[k]], context.rng("noise", k))
     rates = changed_share(observed, labels, parts)
-    for k in chosen[rates[chosen] == 0]:
+    for k in noisy_clients[rates[noisy_clients] == 0]:
         message = (
             f"client {k} was drawn as noisy but none of its {len(parts[k])} "
             "labels changed: it counts as clean"
@@ -221,12 +222,12 @@ class Flips(Options):
         parts: Sequence[IntArray],
         context: Context,
         flip: Callable[[int, IntArray, float, np.random.Generator], IntArray],
-        prepare: Callable[[list[int]], None] = lambda chosen: None,
+        prepare: Callable[[list[int]], None] = lambda noisy_clients: None,
     ) -> Noise:
         def relabel(k: int, y: IntArray, rng: np.random.Generator) -> IntArray:
             return flip(k, y, rng.uniform(self.low, self.high), rng)
 
-        return _on_noisy_clients(self.rate, labels, parts, context, relabel, prepare)
+        return _relabel_noisy_clients(self.rate, labels, parts, context, relabel, prepare)
 
 
 @dataclass(frozen=True)
@@ -237,15 +238,15 @@ class HIDN(Flips):
 
     def apply(self, labels: IntArray, parts: Sequence[IntArray], context: Context) -> Noise:
         """See `flip_labels`."""
-        opinions: dict[int, FloatArray] = {}
+        probabilities: dict[int, FloatArray] = {}
 
-        def ask(chosen: list[int]) -> None:
-            opinions.update(context.annotate({k: parts[k] for k in chosen}))
+        def annotate(noisy_clients: list[int]) -> None:
+            probabilities.update(context.annotate({k: parts[k] for k in noisy_clients}))
 
         def flip(k: int, y: IntArray, eta: float, rng: np.random.Generator) -> IntArray:
-            return flip_labels(y, opinions[k], eta, rng)
+            return flip_labels(y, probabilities[k], eta, rng)
 
-        return self._flip(labels, parts, context, flip, ask)
+        return self._flip(labels, parts, context, flip, annotate)
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ class Transition(Options):
     rate: float = option(0.4, "ρ, the share of noisy clients", ge=0, le=1)
 
     def apply(self, labels: IntArray, parts: Sequence[IntArray], context: Context) -> Noise:
-        """See `Kind.apply`."""
+        """See `NoiseModel.apply`."""
         values = read_matrix(self.matrix) if isinstance(self.matrix, (str, Path)) else self.matrix
         matrix, classes = _distributions(values, "noise.matrix"), len(context.classes)
         if matrix.shape != (classes, classes):
@@ -295,6 +296,6 @@ class Transition(Options):
                 f"noise.matrix must be {classes}×{classes}, a row per "
                 f"class, got shape {matrix.shape}"
             )
-        return _on_noisy_clients(
+        return _relabel_noisy_clients(
             self.rate, labels, parts, context, lambda k, y, rng: transition(y, matrix, rng)
         )

@@ -34,25 +34,29 @@ def observed_from_file(
             f"{path}: the data's ids are not unique, so labels cannot be looked up by id"
         )
 
-    rows = _observations(path)
+    rows = _read_observations(path)
     by_name, by_index = (
         {str(name): c for c, name in enumerate(kind)} for kind in (classes, range(len(classes)))
     )
-    given = {label for _, _, label in rows}
-    lookup = by_index if given <= by_index.keys() and not given <= by_name.keys() else by_name
+    label_texts = {label for _, _, label in rows}
+    lookup = (
+        by_index
+        if label_texts <= by_index.keys() and not label_texts <= by_name.keys()
+        else by_name
+    )
 
     observed = np.array(labels, dtype=np.int64)
-    seen: dict[str, int] = {}
+    line_of: dict[str, int] = {}
     for line, sample, label in rows:
         if sample not in position:
             raise UserError(
                 f"{path}, line {line}: no sample has the id {sample!r} (the "
                 f"first is {next(iter(ids), None)!r})"
             )
-        if sample in seen:
+        if sample in line_of:
             raise UserError(
                 f"{path}, line {line}: id {sample!r} was given on line "
-                f"{seen[sample]} already; keep one"
+                f"{line_of[sample]} already; keep one"
             )
         if label not in lookup:
             names = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
@@ -60,12 +64,12 @@ def observed_from_file(
                 f"{path}, line {line}: {label!r} is not a class; use names throughout ({names}) or "
                 f"indices throughout (0..{len(classes) - 1})"
             )
-        seen[sample] = line
+        line_of[sample] = line
         observed[position[sample]] = lookup[label]
     return observed
 
 
-def _observations(path: str | Path) -> list[tuple[int, str, str]]:
+def _read_observations(path: str | Path) -> list[tuple[int, str, str]]:
     """Line number, id and label of each row."""
     content = read_content(path)
     try:
@@ -74,16 +78,16 @@ def _observations(path: str | Path) -> list[tuple[int, str, str]]:
         line = content[: error.start].count(b"\n") + 1
         raise UserError(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from None
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
-    rows, done = [], 0
+    rows, last_line = [], 0
     try:
         header = [name.strip() for name in next(reader, [])]
         if missing := [name for name in ("id", "label") if name not in header]:
-            got = ",".join(header)
+            columns = ",".join(header)
             raise UserError(
                 f"{path}, line 1: no column {' and '.join(missing)}; make "
-                f"the header id,label, got {got!r}"
+                f"the header id,label, got {columns!r}"
             )
-        done = reader.line_num
+        last_line = reader.line_num
         for cells in reader:
             # Files for spreadsheets have an apostrophe before a cell that
             # would be taken for a formula.
@@ -96,9 +100,9 @@ def _observations(path: str | Path) -> list[tuple[int, str, str]]:
             )
             if cells:
                 rows.append((reader.line_num, row.get("id", ""), row.get("label", "")))
-            done = reader.line_num
+            last_line = reader.line_num
     except csv.Error as error:
-        raise UserError(f"{path}, line {done + 1}: not a CSV file: {error}") from None
+        raise UserError(f"{path}, line {last_line + 1}: not a CSV file: {error}") from None
     if not rows:
         raise UserError(f"{path}, line 2: no rows after the header; list at least one id,label")
     return rows
@@ -115,9 +119,9 @@ class FromFile(Options):
     )
 
     def apply(self, labels: IntArray, parts: Sequence[IntArray], context: Context) -> Noise:
-        """See `Kind.apply`."""
-        listed = observed_from_file(self.path, context.ids, context.classes, labels)
+        """See `NoiseModel.apply`."""
+        file_labels = observed_from_file(self.path, context.ids, context.classes, labels)
         observed = np.array(labels, dtype=np.int64)
         for part in parts:
-            observed[part] = listed[part]
+            observed[part] = file_labels[part]
         return Noise(observed, None, changed_share(observed, labels, parts))

@@ -50,7 +50,7 @@ def changed_share(observed: IntArray, labels: IntArray, parts: Sequence[IntArray
     )
 
 
-class Kind(Protocol):
+class NoiseModel(Protocol):
     """What every entry of `NOISES` is: an options dataclass that can be applied."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -66,5 +66,5 @@ class NoNoise(Options):
     section: ClassVar[str] = "noise"
 
     def apply(self, labels: IntArray, parts: Sequence[IntArray], context: Context) -> Noise:
-        """See `Kind.apply`."""
+        """See `NoiseModel.apply`."""
         return Noise(np.array(labels, dtype=np.int64), None, np.zeros(len(parts)))

@@ -30,27 +30,27 @@ class Zips:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._inside))
+        return tuple(sorted(self._place_of))
 
     @cached_property
-    def _inside(self) -> dict[str, tuple[Tree, str]]:
+    def _place_of(self) -> dict[str, tuple[Tree, str]]:
         return {
-            f"{zipped}/{name}": (tree, name)
-            for zipped, tree in self.zips.items()
+            f"{zip_name}/{name}": (tree, name)
+            for zip_name, tree in self.zips.items()
             for name in tree.names
         }
 
     def stamp(self, name: str) -> tuple[int, int] | None:
-        if name not in self._inside:
+        if name not in self._place_of:
             return None
-        tree, inside = self._inside[name]
-        return tree.stamp(inside)
+        tree, name_in_zip = self._place_of[name]
+        return tree.stamp(name_in_zip)
 
     def member(self, name: str) -> Member:
-        if name not in self._inside:
+        if name not in self._place_of:
             raise UserError("no such file")
-        tree, inside = self._inside[name]
-        return tree.member(inside)
+        tree, name_in_zip = self._place_of[name]
+        return tree.member(name_in_zip)
 
     def read(self, name: str) -> bytes:
         return self.member(name).read()
@@ -64,16 +64,16 @@ def open_path(path: str) -> Tree:
     return open_tree(root)
 
 
-def find_images(tree: Tree, wanted: Callable[[str], bool]) -> tuple[Tree, dict[str, str]]:
-    """The JPEG files whose path is `wanted`, by id, and the tree they are in.
+def find_images(tree: Tree, is_image_path: Callable[[str], bool]) -> tuple[Tree, dict[str, str]]:
+    """The JPEG files whose path `is_image_path` accepts, by id, and the tree they are in.
 
     Where the folder has none, they are looked for in its zips, which need not be unpacked.
     """
-    images = _by_id(tree, wanted)
+    images = _images_by_id(tree, is_image_path)
     zips = [
         name
         for name in tree.names
-        if name.lower().endswith(".zip") and wanted(f"{tree.path.name}/{name}")
+        if name.lower().endswith(".zip") and is_image_path(f"{tree.path.name}/{name}")
     ]
     if images or not zips:
         return tree, images
@@ -81,38 +81,38 @@ def find_images(tree: Tree, wanted: Callable[[str], bool]) -> tuple[Tree, dict[s
         raise UserError(
             f"{tree.path} holds {zips[0]}, a zip in a zip: unpack the outer one and give its folder"
         )
-    packed = Zips(tree.path, {name: open_tree(tree.path / name) for name in zips})
-    return packed, _by_id(packed, wanted)
+    zipped_tree = Zips(tree.path, {name: open_tree(tree.path / name) for name in zips})
+    return zipped_tree, _images_by_id(zipped_tree, is_image_path)
 
 
-def _by_id(tree: Tree, wanted: Callable[[str], bool]) -> dict[str, str]:
+def _images_by_id(tree: Tree, is_image_path: Callable[[str], bool]) -> dict[str, str]:
     names = [name for name in tree.names if name.lower().endswith((".jpg", ".jpeg"))]
     # Backwards, so that the first of several copies stays.
-    found = [name for name in reversed(names) if wanted(f"{tree.path.name}/{name}")]
-    return {plain(splitext(basename(name))[0]): name for name in found}
+    image_names = [name for name in reversed(names) if is_image_path(f"{tree.path.name}/{name}")]
+    return {plain_id(splitext(basename(name))[0]): name for name in image_names}
 
 
-def plain(image: str) -> str:
-    """An image's id without the mark that the ISIC archive gives to reduced copies, of
-    which tables know or do not.
+def plain_id(image: str) -> str:
+    """An image's id without the mark that the ISIC archive gives to reduced copies,
+    of which tables know or do not.
     """
     return image.removesuffix("_downsampled")
 
 
 def find_table(tree: Tree, *names: str) -> tuple[str, bytes] | None:
     """Where the first of these files is, in the tree or beside it, and its content."""
-    for wanted in names:
-        inside = [name for name in tree.names if basename(name) == wanted]
-        if inside:
-            name = min(inside, key=lambda name: name.count("/"))
+    for table_name in names:
+        matches = [name for name in tree.names if basename(name) == table_name]
+        if matches:
+            name = min(matches, key=lambda name: name.count("/"))
             file = f"{tree.path}/{name}"
             try:
                 return file, tree.read(name)
             except (OSError, UserError) as error:
                 raise UserError(f"cannot read {file}: {error}") from error
-        beside = tree.path.parent / wanted
-        if beside.is_file():
-            return str(beside), read_bytes(beside)
+        neighbour = tree.path.parent / table_name
+        if neighbour.is_file():
+            return str(neighbour), read_bytes(neighbour)
     return None
 
 
@@ -122,21 +122,28 @@ def refuse_duplicates(rows: Iterable[Row], column: str, file: str) -> None:
     for line, row in rows:
         if not row[column]:
             raise UserError(f"{file}, line {line}: {column} is empty")
-        before = line_of.setdefault(plain(row[column]), line)
-        if before != line:
+        first_line = line_of.setdefault(plain_id(row[column]), line)
+        if first_line != line:
             raise UserError(
-                f"{file}, line {line}: {row[column]!r} is listed on line {before} already"
+                f"{file}, line {line}: {row[column]!r} is listed on line {first_line} already"
             )
 
 
-def compare_counts(records: Sequence[Record], published: Mapping[str, int], file: str) -> None:
+def compare_counts(
+    records: Sequence[Record], published_counts: Mapping[str, int], file: str
+) -> None:
     """Warns where a label file has not the images per class that its authors published."""
-    found = Counter(record.label for record in records)
-    other = [f"{name} {found[name]:,} ({n:,})" for name, n in published.items() if found[name] != n]
-    if other:
+    counts = Counter(record.label for record in records)
+    differences = [
+        f"{name} {counts[name]:,} ({n:,})"
+        for name, n in published_counts.items()
+        if counts[name] != n
+    ]
+    if differences:
         warnings.warn(
             f"{file} has {len(records):,} images; the published one has "
-            f"{sum(published.values()):,} and other counts per class: {', '.join(other)}",
+            f"{sum(published_counts.values()):,} and other counts per class: "
+            f"{', '.join(differences)}",
             FedNoRoWarning,
             stacklevel=2,
         )
@@ -150,7 +157,6 @@ def plan_matched(
     classes: tuple[str, ...],
     size: int,
     crop: Crop,
-    left_out: Sequence[tuple[str, str]] = (),
 ) -> Plan:
     """What to ask of the cache: the labelled images that are there. `records`
     get their paths here, by id.
@@ -158,37 +164,38 @@ def plan_matched(
     Part of an archive is a data set too, so any number of labels may be without an image and of
     images without a label, as long as no class vanishes.
     """
-    there = [
-        replace(record, path=images[plain(record.id)])
+    matches = [
+        replace(record, path=images[plain_id(record.id)])
         for record in records
-        if plain(record.id) in images
+        if plain_id(record.id) in images
     ]
-    absent = [record for record in records if plain(record.id) not in images]
-    labelled = {plain(record.id) for record in records}
-    unlabelled = [file for image, file in sorted(images.items()) if image not in labelled]
-    if not there:
-        first = f"; first: {absent[0].id}.jpg" if absent else ""
-        raise UserError(f"none of the {len(absent):,} labelled images is in {tree.path}{first}")
-    found = {record.label for record in there}
-    vanished = [record for record in absent if record.label not in found]
-    if vanished:
-        label, image = vanished[0].label, vanished[0].id
+    absent_records = [record for record in records if plain_id(record.id) not in images]
+    labelled_ids = {plain_id(record.id) for record in records}
+    unlabelled_files = [file for image, file in sorted(images.items()) if image not in labelled_ids]
+    if not matches:
+        first = f"; first: {absent_records[0].id}.jpg" if absent_records else ""
+        raise UserError(
+            f"none of the {len(absent_records):,} labelled images is in {tree.path}{first}"
+        )
+    matched_labels = {record.label for record in matches}
+    lost_records = [record for record in absent_records if record.label not in matched_labels]
+    if lost_records:
+        label, image = lost_records[0].label, lost_records[0].id
         raise UserError(
             f"no image of class {label} is in {tree.path}; the first labelled so is {image}.jpg"
         )
-    if absent or unlabelled:
+    if absent_records or unlabelled_files:
         warnings.warn(
-            f"{tree.path}: {len(absent):,} of {len(records):,} labelled images are not there and "
-            f"{len(unlabelled):,} images there have no label; both are left out",
+            f"{tree.path}: {len(absent_records):,} of {len(records):,} labelled images are not "
+            f"there and {len(unlabelled_files):,} images there have no label; both are left out",
             FedNoRoWarning,
             stacklevel=2,
         )
     return Plan(
-        Recipe(tree, name, tuple(there), classes, (size, size, 3), {"size": size, "crop": crop}),
+        Recipe(tree, name, tuple(matches), classes, (size, size, 3), {"size": size, "crop": crop}),
         partial(decode_image, size=size, crop=crop, mode="RGB"),
         [
-            *left_out,
-            *((f"{record.id}.jpg", "labelled, but not there") for record in absent),
-            *((file, "has no label") for file in unlabelled),
+            *((f"{record.id}.jpg", "labelled, but not there") for record in absent_records),
+            *((file, "has no label") for file in unlabelled_files),
         ],
     )

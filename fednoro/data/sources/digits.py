@@ -29,14 +29,14 @@ class Digits(Options):
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
         """Class c keeps a share imbalance^(−c/(C−1)) of its images, drawn by `seed`."""
-        pixels, target = scikit_learns_digits()
-        kept = []
+        pixels, target = load_pixels()
+        class_indices = []
         for c in range(10):
             # One order per seed and class, so that a steeper tail keeps a subset
             # of a flatter one's images.
             order = generator(seed, "digits", c).permutation(np.flatnonzero(target == c))
-            kept.append(order[: round(len(order) * self.imbalance ** (-c / 9))])
-        index = np.sort(np.concatenate(kept))
+            class_indices.append(order[: round(len(order) * self.imbalance ** (-c / 9))])
+        index = np.sort(np.concatenate(class_indices))
         return Dataset(
             images=np.rint(pixels[index] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1),
             labels=target[index].astype(np.int64),
@@ -45,12 +45,12 @@ class Digits(Options):
         )
 
 
-def scikit_learns_digits() -> tuple[FloatArray, IntArray]:
-    """Pixels from 0 to 16, N×64, and classes; from its file if possible: the
-    import alone takes a second.
+def load_pixels() -> tuple[FloatArray, IntArray]:
+    """Pixels from 0 to 16, N×64, and classes;
+    from its file if possible: the import alone takes a second.
     """
-    found = find_spec("sklearn")
-    folders = (found.submodule_search_locations if found is not None else None) or []
+    spec = find_spec("sklearn")
+    folders = (spec.submodule_search_locations if spec is not None else None) or []
     file = next((Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders), None)
     if file is None or not file.is_file():
         from sklearn.datasets import load_digits

@@ -77,15 +77,15 @@ class Folder(Options):
         later; `seed` changes nothing.
         """
         plan = self.plan()
-        return preparation.load(plan.recipe, plan.decode, self.cache, progress, plan.left_out)
+        return preparation.load(plan.recipe, plan.decode, self.cache, progress, plan.omissions)
 
     def plan(self, progress: Progress | None = None) -> Plan:
         """What is to be decoded, and how."""
         tree = open_tree(Path(self.path))
         if self.csv is None:
-            records = _from_class_folders(tree)
+            records = _records_from_folders(tree)
         else:
-            records = _from_csv(*_read_csv(self.csv, tree), _finder(tree))
+            records = _records_from_csv(*_read_csv(self.csv, tree), _finder(tree))
         kinds = {PurePosixPath(record.path).suffix.lower() for record in records}
         if kinds & _DICOM:
             from fednoro.data.cache.dicom import check_pydicom
@@ -108,7 +108,7 @@ class Folder(Options):
         decode = partial(
             decode_file, size=self.size, crop=self.crop, grey=self.grey, window=self.window
         )
-        return Plan(recipe, decode, _left_out(tree, records, listed=self.csv is not None))
+        return Plan(recipe, decode, _list_omissions(tree, records, has_csv=self.csv is not None))
 
 
 def decode_file(
@@ -123,8 +123,8 @@ def decode_file(
     return image if grey or image.shape[2] == 3 else np.repeat(image, 3, axis=2)
 
 
-def _from_class_folders(tree: Tree) -> list[Record]:
-    top = _top(tree)
+def _records_from_folders(tree: Tree) -> list[Record]:
+    top = _top_folder(tree)
     records = []
     for name in tree.names:
         inside = name.removeprefix(top)
@@ -144,40 +144,42 @@ def _may_be_image(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in {"", *_PICTURES, *_DICOM}
 
 
-def _left_out(tree: Tree, records: list[Record], listed: bool) -> list[tuple[str, str]]:
-    """What lies among the images and is none of them: images that the CSV does
-    not list, or else other files.
+def _list_omissions(tree: Tree, records: list[Record], has_csv: bool) -> list[tuple[str, str]]:
+    """What lies among the images and is none of them:
+    images that the CSV does not list, or else other files.
     """
-    used, top = {record.path for record in records}, _top(tree)
-    rest = [name for name in tree.names if name not in used]
-    if listed:
-        return [(name, "the CSV does not list it") for name in rest if _may_be_image(name)]
+    record_paths, top = {record.path for record in records}, _top_folder(tree)
+    other_names = [name for name in tree.names if name not in record_paths]
+    if has_csv:
+        return [(name, "the CSV does not list it") for name in other_names if _may_be_image(name)]
     return [
-        (name, "not a JPEG, PNG or DICOM file") for name in rest if "/" in name.removeprefix(top)
+        (name, "not a JPEG, PNG or DICOM file")
+        for name in other_names
+        if "/" in name.removeprefix(top)
     ]
 
 
-def _top(tree: Tree) -> str:
+def _top_folder(tree: Tree) -> str:
     """The folder that a zip was made of, where everything is inside it, with its slash."""
     if tree.path.is_dir():
         return ""
-    first = {name.partition("/")[0] for name in tree.names}
+    top_names = {name.partition("/")[0] for name in tree.names}
     return (
-        f"{first.pop()}/"
-        if len(first) == 1 and all(name.count("/") > 1 for name in tree.names)
+        f"{top_names.pop()}/"
+        if len(top_names) == 1 and all(name.count("/") > 1 for name in tree.names)
         else ""
     )
 
 
 def _finder(tree: Tree) -> Callable[[str], str]:
     """From a path as a table spells it to a name in the tree: an ü may be one character or two."""
-    plain = {unicodedata.normalize("NFC", name): name for name in tree.names}
-    top = {name.partition("/")[0] for name in plain}
-    prefixes = ("", f"{top.pop()}/") if len(top) == 1 else ("",)
+    name_of = {unicodedata.normalize("NFC", name): name for name in tree.names}
+    top_names = {name.partition("/")[0] for name in name_of}
+    prefixes = ("", f"{top_names.pop()}/") if len(top_names) == 1 else ("",)
 
     def find(path: str) -> str:
-        wanted = (prefix + unicodedata.normalize("NFC", path) for prefix in prefixes)
-        return next((plain[name] for name in wanted if name in plain), path)
+        candidates = (prefix + unicodedata.normalize("NFC", path) for prefix in prefixes)
+        return next((name_of[name] for name in candidates if name in name_of), path)
 
     return find
 
@@ -185,28 +187,28 @@ def _finder(tree: Tree) -> Callable[[str], str]:
 def _read_csv(name: str, tree: Tree) -> tuple[str, list[Row]]:
     """The table from a file, or from the folder or zip itself; with what to call it in messages."""
     columns = ("path", "label")
-    given = Path(name).expanduser()
-    for file in (given, tree.path / given):
+    csv_path = Path(name).expanduser()
+    for file in (csv_path, tree.path / csv_path):
         if file.is_file():
             return str(file), read_table(file, columns)
-    inside = _finder(tree)(name)
-    if inside in tree.names:
-        where = f"{tree.path}/{inside}"
-        return where, parse_table(tree.read(inside), where, columns)
+    name_in_tree = _finder(tree)(name)
+    if name_in_tree in tree.names:
+        location = f"{tree.path}/{name_in_tree}"
+        return location, parse_table(tree.read(name_in_tree), location, columns)
     raise UserError(f"data.csv {name} does not exist, neither here nor in {tree.path}")
 
 
-def _from_csv(file: str, rows: Iterable[Row], find: Callable[[str], str]) -> list[Record]:
+def _records_from_csv(file: str, rows: Iterable[Row], find: Callable[[str], str]) -> list[Record]:
     records: list[Record] = []
     label_of: dict[str, tuple[str, int]] = {}
     line_of: dict[str, int] = {}
     for line, row in rows:
         record = _record(row, f"{file}, line {line}", find)
-        label, before = label_of.setdefault(record.path, (record.label, line))
+        label, first_line = label_of.setdefault(record.path, (record.label, line))
         if label != record.label:
             raise UserError(
                 f"{file}, line {line}: {record.path} is labelled {record.label!r}, "
-                f"but {label!r} on line {before}"
+                f"but {label!r} on line {first_line}"
             )
         if record.id in line_of:
             raise UserError(
@@ -219,14 +221,15 @@ def _from_csv(file: str, rows: Iterable[Row], find: Callable[[str], str]) -> lis
     return records
 
 
-def _record(row: dict[str, str], where: str, find: Callable[[str], str]) -> Record:
+def _record(row: dict[str, str], location: str, find: Callable[[str], str]) -> Record:
     for column in ("path", "label", "id", "site"):
         if row.get(column) == "":
-            raise UserError(f"{where}: {column} is empty")
+            raise UserError(f"{location}: {column} is empty")
     path = PurePath(row["path"])
     if path.is_absolute() or path.drive or ".." in path.parts:
         raise UserError(
-            f"{where}: {row['path']} leaves data.path; paths must be relative to it and without .."
+            f"{location}: {row['path']} leaves data.path; "
+            "paths must be relative to it and without .."
         )
     name = row.get("id", path.as_posix())
     # An image without a group is a group of its own: patients are often known for some images only.
@@ -234,22 +237,25 @@ def _record(row: dict[str, str], where: str, find: Callable[[str], str]) -> Reco
     return Record(find(path.as_posix()), row["label"], name, row.get("site"), group)
 
 
-def _classes(wanted: tuple[str, ...] | None, records: list[Record], root: Path) -> tuple[str, ...]:
-    found = sorted({record.label for record in records})
-    if wanted is None:
-        if len(found) < 2:
+def _classes(
+    class_names: tuple[str, ...] | None, records: list[Record], root: Path
+) -> tuple[str, ...]:
+    labels = sorted({record.label for record in records})
+    if class_names is None:
+        if len(labels) < 2:
             raise UserError(
-                f"{root} has a single class, {found[0]!r}; at least two are "
+                f"{root} has a single class, {labels[0]!r}; at least two are "
                 "needed, or name all in data.classes"
             )
-        return tuple(found)
-    if len(set(wanted)) != len(wanted) or len(wanted) < 2:
+        return tuple(labels)
+    if len(set(class_names)) != len(class_names) or len(class_names) < 2:
         raise UserError(
-            f"data.classes must be two or more different names, got {', '.join(wanted) or 'none'}"
+            "data.classes must be two or more different names, "
+            f"got {', '.join(class_names) or 'none'}"
         )
-    for name in found:
-        if name not in wanted:
+    for name in labels:
+        if name not in class_names:
             raise UserError(
-                f"class {name!r} in {root} is not among data.classes ({', '.join(wanted)})"
+                f"class {name!r} in {root} is not among data.classes ({', '.join(class_names)})"
             )
-    return tuple(wanted)
+    return tuple(class_names)

@@ -28,7 +28,7 @@ from fednoro.data.sources.dermoscopy import (
     refuse_duplicates,
 )
 
-PUBLISHED = {
+PUBLISHED_COUNTS = {
     7: {"mel": 1113, "nv": 6705, "bcc": 514, "akiec": 327, "bkl": 1099, "df": 115, "vasc": 142},
     8: {
         "MEL": 1113,
@@ -81,7 +81,7 @@ class Ham10000(Options):
         super().__post_init__()
         if self.crop not in ("resize", "center"):
             raise UserError(f"data.crop must be resize or center, got {self.crop!r}")
-        if self.classes not in PUBLISHED:
+        if self.classes not in PUBLISHED_COUNTS:
             raise UserError(f"data.classes must be 7 or 8, got {self.classes}")
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
@@ -89,35 +89,35 @@ class Ham10000(Options):
         later; `seed` changes nothing.
         """
         plan = self.plan()
-        return preparation.load(plan.recipe, plan.decode, self.cache, progress, plan.left_out)
+        return preparation.load(plan.recipe, plan.decode, self.cache, progress, plan.omissions)
 
     def plan(self, progress: Progress | None = None) -> Plan:
         """What `prepare` and `load` decode."""
         archive = open_path(self.path)
         file, content = self._table(archive)
-        published = PUBLISHED[self.classes]
+        published_counts = PUBLISHED_COUNTS[self.classes]
         records = _records(content, file, self.classes)
-        compare_counts(records, published, file)
-        tree, images = find_images(archive, _is_ours)
+        compare_counts(records, published_counts, file)
+        tree, images = find_images(archive, _is_archive_file)
         if not images:
             raise UserError(
                 f"no images in {archive.path}; expected "
                 "HAM10000_images_part_1/ISIC_*.jpg or zips of them"
             )
         return plan_matched(
-            "ham10000", tree, images, records, tuple(published), self.size, self.crop
+            "ham10000", tree, images, records, tuple(published_counts), self.size, self.crop
         )
 
     def _table(self, archive: Tree) -> tuple[str, bytes]:
         if self.labels is None:
-            found = find_table(archive, *_LABELS)
-            if found is None:
+            table = find_table(archive, *_LABELS)
+            if table is None:
                 raise UserError(
                     f"no {_LABELS[0]} in {archive.path} or beside it; name it in data.labels"
                 )
-            return found
-        given = Path(self.labels).expanduser()
-        for file in (given, archive.path / given, archive.path.parent / given):
+            return table
+        labels_path = Path(self.labels).expanduser()
+        for file in (labels_path, archive.path / labels_path, archive.path.parent / labels_path):
             if file.is_file():
                 return str(file), read_bytes(file)
         raise UserError(
@@ -126,7 +126,7 @@ class Ham10000(Options):
         )
 
 
-def _is_ours(name: str) -> bool:
+def _is_archive_file(name: str) -> bool:
     """Any image that is named as the archive's are, and any zip that is named after it."""
     return bool(re.match(r"ISIC_.*\.jpe?g$|ham10000.*\.zip$", basename(name), re.IGNORECASE))
 
@@ -144,10 +144,10 @@ def _records(content: bytes, file: str, classes: int) -> list[Record]:
     site = next((name for name in ("site", "dataset") if name in columns), None)
     records = []
     for line, row in rows:
-        if row[label] not in PUBLISHED[classes]:
-            known = ", ".join(PUBLISHED[classes])
+        if row[label] not in PUBLISHED_COUNTS[classes]:
+            class_names = ", ".join(PUBLISHED_COUNTS[classes])
             raise UserError(
-                f"{file}, line {line}: {label} must be one of {known}, got {row[label]!r}"
+                f"{file}, line {line}: {label} must be one of {class_names}, got {row[label]!r}"
             )
         records.append(
             Record(

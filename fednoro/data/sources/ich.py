@@ -19,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cache as remembered
+from functools import cache as memoize
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -37,15 +37,17 @@ from fednoro.data.dataset import Dataset
 
 # the paper's order
 CLASSES = ("epidural", "intraparenchymal", "intraventricular", "subarachnoid", "subdural")
-PUBLISHED = (1497, 13932, 8914, 14717, 28909)
-_TRAINED_ON = (1046, 9776, 6198, 10275, 20283)  # the paper's part of them
-_TESTED_ON = tuple(all_ - train for all_, train in zip(PUBLISHED, _TRAINED_ON, strict=True))
-_HEADER = 64 * 1024  # bytes that hold the patient's id, whatever follows
+PUBLISHED_COUNTS = (1497, 13932, 8914, 14717, 28909)
+_TRAIN_COUNTS = (1046, 9776, 6198, 10275, 20283)  # the paper's part of them
+_TEST_COUNTS = tuple(
+    all_ - train for all_, train in zip(PUBLISHED_COUNTS, _TRAIN_COUNTS, strict=True)
+)
+_HEADER_BYTES = 64 * 1024  # bytes that hold the patient's id, whatever follows
 _TYPES = (*CLASSES, "any")
 _ID_COLUMNS = ("id", "image", "image_id", "filename")
 _ID = re.compile(rb"ID_[0-9A-Za-z]+")
 
-Skipped = list[tuple[str, str]]  # name and reason
+Omissions = list[tuple[str, str]]  # name and reason
 # What a label file says of each slice: bit t for type t labelled 1, bit 6 + t for type t labelled
 # 0. Rows may come in any order and more than once, and a file of 4.5 million rows fits.
 Labels = dict[bytes, int]
@@ -54,7 +56,7 @@ _BITS = {
     for t, kind in enumerate(_TYPES)
     for label in (0, 1)
 }
-_FIVE = (1 << len(CLASSES)) - 1
+_CLASS_BITS = (1 << len(CLASSES)) - 1
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class Ich(Options):
         """The slices, prepared on the first call and taken from the cache
         later; `seed` changes nothing.
         """
-        recipe, decode, left_out = self.plan(progress)
-        return preparation.load(recipe, decode, self.cache, progress, left_out)
+        recipe, decode, omissions = self.plan(progress)
+        return preparation.load(recipe, decode, self.cache, progress, omissions)
 
     def plan(self, progress: Progress | None = None) -> Plan:
         """Which slices are to be decoded, and how."""
@@ -100,11 +102,11 @@ class Ich(Options):
             name = _label_file(tree)
             file, folder = str(tree.path / name), name.removesuffix(".csv") + "/"
             labels = read_labels(tree.read(name), file)
-            published: list[tuple[int, ...]] = [PUBLISHED]
+            published_counts: list[tuple[int, ...]] = [PUBLISHED_COUNTS]
         else:
             file, folder = self.ids, ""
             labels = read_ids(Path(self.ids).expanduser())
-            published = [PUBLISHED, _TRAINED_ON, _TESTED_ON]
+            published_counts = [PUBLISHED_COUNTS, _TRAIN_COUNTS, _TEST_COUNTS]
         images = {
             name[:-4].rpartition("/")[2]: name for name in tree.names if _is_image(name, folder)
         }
@@ -112,9 +114,9 @@ class Ich(Options):
             raise UserError(
                 f"{tree.path} has no images {folder}ID_*.dcm: unpack all of Kaggle's archive"
             )
-        records, left_out = _match(labels, images, file, published)
+        records, omissions = _match(labels, images, file, published_counts)
         if self.ids is None:
-            left_out += [
+            omissions += [
                 (name, f"no row in {file}")
                 for id, name in images.items()
                 if id.encode() not in labels
@@ -124,7 +126,7 @@ class Ich(Options):
                 f"none of the {len(images):,} images in {tree.path} has exactly one type in {file}"
             )
         if self.groups:
-            records = _with_patients(tree, records, self.cache, progress)
+            records = _add_patients(tree, records, self.cache, progress)
         recipe = Recipe(
             tree=tree,
             name="ich",
@@ -134,19 +136,20 @@ class Ich(Options):
             settings={"size": self.size, "window": self.window},
             processes=True,
         )
-        return Plan(recipe, partial(decode_dicom, size=self.size, window=self.window), left_out)
+        return Plan(recipe, partial(decode_dicom, size=self.size, window=self.window), omissions)
 
 
 def _label_file(tree: Tree) -> str:
     """The label file, at the top or one folder down; stage 2's before stage 1's."""
     for stage in ("stage_2_train", "stage_1_train"):
-        found = [name for name in tree.names if re.fullmatch(rf"([^/]+/)?{stage}\.csv", name)]
-        if len(found) > 1:
+        label_files = [name for name in tree.names if re.fullmatch(rf"([^/]+/)?{stage}\.csv", name)]
+        if len(label_files) > 1:
             raise UserError(
-                f"{tree.path} has {found[0]} and {found[1]}: give the folder of one as data.path"
+                f"{tree.path} has {label_files[0]} and {label_files[1]}: "
+                "give the folder of one as data.path"
             )
-        if found:
-            return found[0]
+        if label_files:
+            return label_files[0]
     raise UserError(
         f"{tree.path} has no stage_2_train.csv at its top or one folder down: data.path must be "
         "the folder that Kaggle's rsna-intracranial-hemorrhage-detection was unpacked to"
@@ -171,16 +174,16 @@ def read_labels(data: bytes, file: str) -> Labels:
         bit = _BITS.get(answer.rstrip())
         if bit is None and not line.strip():
             continue
-        seen = labels.get(id)
-        if bit is None or (seen is None and not _ID.fullmatch(id)):
-            raise UserError(f"{file}, line {number}: {_what_is_wrong(line)}")
-        labels[id] = (seen or 0) | bit
+        earlier_bits = labels.get(id)
+        if bit is None or (earlier_bits is None and not _ID.fullmatch(id)):
+            raise UserError(f"{file}, line {number}: {_describe_error(line)}")
+        labels[id] = (earlier_bits or 0) | bit
     if not labels:
         raise UserError(f"{file} has no rows")
     return labels
 
 
-def _what_is_wrong(line: bytes) -> str:
+def _describe_error(line: bytes) -> str:
     name, comma, label = line.strip().partition(b",")
     id, _, kind = name.rpartition(b"_")
     if not comma or not _ID.fullmatch(id):
@@ -213,27 +216,28 @@ def read_ids(path: Path) -> Labels:
             raise UserError(f"cannot read {file}: {error.strerror or error}") from error
         head, newline, rest = data.partition(b"\n")  # names of columns in lower case
         for line, row in parse_table(head.lower() + newline + rest, str(file), CLASSES):
-            given = next((row[name] for name in _ID_COLUMNS if name in row), None)
-            if given is None:
+            id_text = next((row[name] for name in _ID_COLUMNS if name in row), None)
+            if id_text is None:
                 raise UserError(
                     f"{file} must have a column {' or '.join(_ID_COLUMNS)}, got {', '.join(row)}"
                 )
             id = (
-                re.sub(r"\.(dcm|png|jpe?g)$", "", given, flags=re.IGNORECASE)
+                re.sub(r"\.(dcm|png|jpe?g)$", "", id_text, flags=re.IGNORECASE)
                 .rpartition("/")[2]
                 .encode()
             )
             if not _ID.fullmatch(id):
                 raise UserError(
-                    f"{file}, line {line}: expected an id such as ID_000012eaf, got {given!r}"
+                    f"{file}, line {line}: expected an id such as ID_000012eaf, got {id_text!r}"
                 )
             ones = [kind for kind in CLASSES if row[kind] in ("1", "1.0")]
             if len(ones) != 1 or any(
                 row[kind] not in ("0", "0.0") for kind in CLASSES if kind not in ones
             ):
-                got = ", ".join(row[kind] or "nothing" for kind in CLASSES)
+                cells = ", ".join(row[kind] or "nothing" for kind in CLASSES)
                 raise UserError(
-                    f"{file}, line {line}: one of the five types must be 1, the others 0, got {got}"
+                    f"{file}, line {line}: one of the five types must be 1, the others 0, "
+                    f"got {cells}"
                 )
             for kind in CLASSES:
                 labels[id] = labels.get(id, 0) | _BITS[f"{kind},{int(kind in ones)}".encode()]
@@ -242,7 +246,7 @@ def read_ids(path: Path) -> Labels:
     return labels
 
 
-@remembered
+@memoize
 def _verdict(bits: int) -> tuple[str | None, str | None]:
     """A slice's single type, or why it cannot be told; neither where it has none or several."""
     yes, no = bits & 63, bits >> 6
@@ -252,18 +256,18 @@ def _verdict(bits: int) -> tuple[str | None, str | None]:
     for t, kind in enumerate(CLASSES):
         if not (yes | no) & 1 << t:
             return None, f"no row for {kind}"
-    single = (yes & _FIVE).bit_count() == 1
-    return (_TYPES[(yes & _FIVE).bit_length() - 1] if single else None), None
+    single = (yes & _CLASS_BITS).bit_count() == 1
+    return (_TYPES[(yes & _CLASS_BITS).bit_length() - 1] if single else None), None
 
 
 def _match(
-    labels: Labels, images: dict[str, str], file: str, published: Collection[tuple[int, ...]]
-) -> tuple[list[Record], Skipped]:
-    """Slices with one type and an image, in the order of their ids; those that
-    should have had both, and why not.
+    labels: Labels, images: dict[str, str], file: str, published_counts: Collection[tuple[int, ...]]
+) -> tuple[list[Record], Omissions]:
+    """Slices with one type and an image, in the order of their ids;
+    those that should have had both, and why not.
     """
     records: list[Record] = []
-    skipped: Skipped = []
+    omissions: Omissions = []
     count: Counter[str] = Counter()
     for key, bits in labels.items():
         label, doubt = _verdict(bits)
@@ -272,27 +276,27 @@ def _match(
         id = key.decode()
         count.update([label] if label else [])
         if doubt or id not in images:
-            skipped.append(
+            omissions.append(
                 (images.get(id, f"{id}.dcm"), doubt or f"in {file}, but there is no such image")
             )
         elif label:
             records.append(Record(images[id], label, id))
-    if tuple(count[kind] for kind in CLASSES) not in published:
-        differing = [
+    if tuple(count[kind] for kind in CLASSES) not in published_counts:
+        differences = [
             f"{kind} {count[kind]:,}, not {n:,}"
-            for kind, n in zip(CLASSES, PUBLISHED, strict=True)
+            for kind, n in zip(CLASSES, PUBLISHED_COUNTS, strict=True)
             if count[kind] != n
         ]
         warnings.warn(
             f"{file} is not the published label file: {count.total():,} slices of one type, not "
-            f"{sum(PUBLISHED):,} ({'; '.join(differing)})",
+            f"{sum(PUBLISHED_COUNTS):,} ({'; '.join(differences)})",
             FedNoRoWarning,
             stacklevel=3,
         )
-    return sorted(records, key=lambda record: record.id), sorted(skipped)
+    return sorted(records, key=lambda record: record.id), sorted(omissions)
 
 
-def _with_patients(
+def _add_patients(
     tree: Tree, records: list[Record], home: str | None, progress: Progress | None
 ) -> list[Record]:
     """The records with their patients, whose ids are in the headers; those
@@ -300,19 +304,19 @@ def _with_patients(
     """
     files = [(record.path, tree.stamp(record.path)) for record in records]
     key = hashlib.sha256(json.dumps([str(tree.path), files]).encode()).hexdigest()[:16]
-    where = home_folder(home)
-    memory = where / f"ich-patients-{key}.json"
+    root = home_folder(home)
+    patients_file = root / f"ich-patients-{key}.json"
     try:
-        groups = json.loads(memory.read_text("utf-8"))
+        groups = json.loads(patients_file.read_text("utf-8"))
     except (OSError, ValueError):
         groups = []
         for record in records:
             groups.append(_patient(tree, record))
             if progress:
                 progress("reading headers", len(groups), len(records))
-        with disk_errors(memory):
-            where.mkdir(parents=True, exist_ok=True)
-        write_json(memory, groups)
+        with disk_errors(patients_file):
+            root.mkdir(parents=True, exist_ok=True)
+        write_json(patients_file, groups)
     return [replace(record, group=group) for record, group in zip(records, groups, strict=True)]
 
 
@@ -320,7 +324,7 @@ def _patient(tree: Tree, record: Record) -> str:
     try:
         if tree.path.is_dir():
             with (tree.path / record.path).open("rb") as file:
-                return patient(file.read(_HEADER)) or record.id
+                return patient(file.read(_HEADER_BYTES)) or record.id
         return patient(tree.read(record.path)) or record.id
     except (UserError, OSError):
         return record.id  # a patient of its own; the cache will say what is wrong with the file

@@ -21,12 +21,12 @@ from fednoro.data.sources.dermoscopy import (
     find_images,
     find_table,
     open_path,
-    plain,
+    plain_id,
     plan_matched,
     refuse_duplicates,
 )
 
-PUBLISHED = {
+PUBLISHED_COUNTS = {
     "MEL": 4522,
     "NV": 12875,
     "BCC": 3323,
@@ -76,7 +76,7 @@ class Isic2019(Options):
         later; `seed` changes nothing.
         """
         plan = self.plan()
-        return preparation.load(plan.recipe, plan.decode, self.cache, progress, plan.left_out)
+        return preparation.load(plan.recipe, plan.decode, self.cache, progress, plan.omissions)
 
     def plan(self, progress: Progress | None = None) -> Plan:
         """What `prepare` and `load` decode."""
@@ -99,34 +99,35 @@ class Isic2019(Options):
                 path="",
                 label=label,
                 id=image,
-                site=None if site_of is None else site_of.get(plain(image)) or "unknown",
-                group=None if group_of is None else group_of.get(plain(image)) or image,
+                site=None if site_of is None else site_of.get(plain_id(image)) or "unknown",
+                group=None if group_of is None else group_of.get(plain_id(image)) or image,
             )
             for image, label in label_of.items()
             if label != "UNK"
         ]
-        compare_counts(records, PUBLISHED, table[0])
-        unknown = [image for image, label in label_of.items() if label == "UNK"]
-        for image in unknown:
-            images.pop(plain(image), None)
-        skipped = [
+        compare_counts(records, PUBLISHED_COUNTS, table[0])
+        unknown_ids = [image for image, label in label_of.items() if label == "UNK"]
+        for image in unknown_ids:
+            images.pop(plain_id(image), None)
+        omissions = [
             (f"{image}.jpg", "labelled UNK, which is none of the eight classes")
-            for image in unknown
+            for image in unknown_ids
         ]
-        return plan_matched(
-            "isic2019", tree, images, records, tuple(PUBLISHED), self.size, self.crop, skipped
+        plan = plan_matched(
+            "isic2019", tree, images, records, tuple(PUBLISHED_COUNTS), self.size, self.crop
         )
+        return plan._replace(omissions=[*omissions, *plan.omissions])
 
 
 def _labels(file: str, content: bytes) -> dict[str, str]:
-    rows = parse_table(content, file, ["image", *PUBLISHED])
+    rows = parse_table(content, file, ["image", *PUBLISHED_COUNTS])
     refuse_duplicates(rows, "image", file)
     return {row["image"]: _class(row, f"{file}, line {line}") for line, row in rows}
 
 
-def _class(row: dict[str, str], where: str) -> str:
+def _class(row: dict[str, str], location: str) -> str:
     """The one column of nine that holds a 1."""
-    cells = {name: row[name] for name in (*PUBLISHED, "UNK") if name in row}
+    cells = {name: row[name] for name in (*PUBLISHED_COUNTS, "UNK") if name in row}
     try:
         values = {name: float(cell) for name, cell in cells.items()}
     except ValueError:
@@ -134,14 +135,15 @@ def _class(row: dict[str, str], where: str) -> str:
     ones = [name for name, value in values.items() if value == 1]
     if len(ones) != 1 or any(value not in (0, 1) for value in values.values()):
         raise UserError(
-            f"{where}: {row['image']} must have a 1 for one class and 0 for all others, got {cells}"
+            f"{location}: {row['image']} must have a 1 for one class and 0 for all others, "
+            f"got {cells}"
         )
     return ones[0]
 
 
 def _lesions(file: str, content: bytes) -> dict[str, str]:
     rows = parse_table(content, file, ["image", "lesion_id"])
-    return {plain(row["image"]): row["lesion_id"] for _, row in rows}
+    return {plain_id(row["image"]): row["lesion_id"] for _, row in rows}
 
 
 def _centres(file: Path) -> dict[str, str]:
@@ -151,4 +153,4 @@ def _centres(file: Path) -> dict[str, str]:
         raise UserError(
             f"data.sites {file} must have the columns image and flamby_center, and rows"
         )
-    return {plain(row[image]): row["flamby_center"] for _, row in rows}
+    return {plain_id(row[image]): row["flamby_center"] for _, row in rows}

@@ -30,7 +30,7 @@ from fednoro.data.cache.rows import Progress
 from fednoro.data.dataset import Dataset
 
 _PARTS = ("train", "val", "test")
-_DAMAGE = (
+_DAMAGE_ERRORS = (
     OSError,
     EOFError,
     ValueError,
@@ -69,14 +69,14 @@ class Medmnist(Options):
     def plan(self, progress: Progress | None = None) -> Plan:
         """What is to be unpacked; the pixels stay as they are."""
         file = Path(self.path).expanduser().resolve()
-        parts = _read(file)
+        parts = _read_parts(file)
         labels = np.concatenate([labels for _, labels in parts.values()])
         if len(labels) == 0:
             raise UserError(f"{file} holds no images")
         images = {
             f"{part}-{i}": _Image(rows, i)
-            for part, (rows, there) in parts.items()
-            for i in range(len(there))
+            for part, (rows, part_labels) in parts.items()
+            for i in range(len(part_labels))
         }  # in the order of the labels
         classes = self._classes(labels, file)
         recipe = Recipe(
@@ -90,7 +90,7 @@ class Medmnist(Options):
             settings={},
             stream=True,
         )
-        return Plan(recipe, partial(_shaped, shape=recipe.shape))
+        return Plan(recipe, partial(_reshape, shape=recipe.shape))
 
     def _classes(self, labels: IntArray, file: Path) -> tuple[str, ...]:
         names = self.names or tuple(str(c) for c in range(labels.max() + 1))
@@ -106,7 +106,7 @@ class Medmnist(Options):
         return names
 
 
-def _shaped(data: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def _reshape(data: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
@@ -141,7 +141,7 @@ class _Rows:
                 # checksum of all of them holds.
                 while row := stream.read(math.prod(self.shape)):
                     yield row
-        except _DAMAGE as error:
+        except _DAMAGE_ERRORS as error:
             raise UserError(f"the file is damaged, download it again: {error}") from error
 
 
@@ -187,7 +187,7 @@ class _Header(NamedTuple):
     begin: int  # of the values
 
 
-def _read(file: Path) -> dict[str, tuple[_Rows, IntArray]]:
+def _read_parts(file: Path) -> dict[str, tuple[_Rows, IntArray]]:
     """Images, not read yet, and labels [n] of the three parts."""
     if not file.is_file():
         raise UserError(
@@ -201,7 +201,7 @@ def _read(file: Path) -> dict[str, tuple[_Rows, IntArray]]:
             parts = {part: _part(archive, part, file) for part in _PARTS}
     except UserError:
         raise
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         raise UserError(f"{file} is not a MedMNIST .npz or is damaged: {error}") from error
     shapes = {rows.shape for rows, _ in parts.values()}
     if len(shapes) > 1:
@@ -247,8 +247,8 @@ def _part(archive: zipfile.ZipFile, part: str, file: Path) -> tuple[_Rows, IntAr
             f"{file}: {part} has {shape[0]} images and {math.prod(labels.shape)} labels"
         )
     for name, array in ((f"{part}_images", images), (f"{part}_labels", labels)):
-        needed = array.begin + math.prod(array.shape) * array.dtype.itemsize
-        if archive.getinfo(f"{name}.npy").file_size != needed:
+        size = array.begin + math.prod(array.shape) * array.dtype.itemsize
+        if archive.getinfo(f"{name}.npy").file_size != size:
             raise ValueError(f"{name} is shorter or longer than it says")
     rows = _Rows(
         file,

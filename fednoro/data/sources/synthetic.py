@@ -127,25 +127,27 @@ def _draw(
     confuser = rng.integers(len(textures), size=n)
     s = (1 - d**2) * (1 - d * rng.random(n) / 2)
     contrast = 1 - d * rng.random(n) / 2
-    own = (s * contrast).astype(np.float32)[:, None, None, None]
-    other = ((1 - s) * contrast).astype(np.float32)[:, None, None, None]
-    x: NDArray[np.float32] = own * _moved(textures, labels, d, rng)
-    x += other * _moved(textures, confuser, d, rng)
+    own_weight = (s * contrast).astype(np.float32)[:, None, None, None]
+    other_weight = ((1 - s) * contrast).astype(np.float32)[:, None, None, None]
+    x: NDArray[np.float32] = own_weight * _shift_and_flip(textures, labels, d, rng)
+    x += other_weight * _shift_and_flip(textures, confuser, d, rng)
     x += np.float32(0.1 + d) * rng.standard_normal(x.shape, dtype=np.float32)
     return (128 + 40 * x).clip(0, 255).astype(np.uint8)
 
 
-def _moved(
-    textures: NDArray[np.float32], which: IntArray, difficulty: float, rng: np.random.Generator
+def _shift_and_flip(
+    textures: NDArray[np.float32], classes: IntArray, difficulty: float, rng: np.random.Generator
 ) -> NDArray[np.float32]:
     """`textures[which]`, each shifted by up to a quarter of its size and
     flipped, the more the harder.
     """
-    n, size = len(which), textures.shape[1]
+    n, size = len(classes), textures.shape[1]
     reach = round(difficulty * size / 4)
     # n×S each
     row, col = (rng.integers(-reach, reach + 1, size=(2, n, 1)) + np.arange(size)) % size
-    flipped = rng.random((n, 1)) < difficulty / 2
-    col = np.where(flipped, col[:, ::-1], col)
-    moved: NDArray[np.float32] = textures[which[:, None, None], row[:, :, None], col[:, None, :]]
-    return moved
+    is_flipped = rng.random((n, 1)) < difficulty / 2
+    col = np.where(is_flipped, col[:, ::-1], col)
+    shifted_textures: NDArray[np.float32] = textures[
+        classes[:, None, None], row[:, :, None], col[:, None, :]
+    ]
+    return shifted_textures

@@ -22,8 +22,7 @@ import yaml
 from fednoro.core.options import Options, option
 from fednoro.core.training import Training
 from fednoro.core.types import FedNoRoWarning, UserError
-from fednoro.data.noise import NOISES
-from fednoro.data.noise import Kind as NoiseModel
+from fednoro.data.noise import NOISES, NoiseModel
 from fednoro.data.partition import PARTITIONS, Partition
 from fednoro.data.sources import SOURCES, Source
 from fednoro.data.split import Split
@@ -38,13 +37,13 @@ REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "model": MODELS,
     "method": METHODS,
 }
-SINGLE: dict[str, type[Options]] = {"split": Split, "train": Training}  # sections without a choice
+SECTIONS_WITHOUT_CHOICE: dict[str, type[Options]] = {"split": Split, "train": Training}
 PRESETS = files("fednoro.experiment") / "presets"
 TRACKERS = ("tensorboard", "mlflow")
-OWN = ("folder", "prepared")  # data sources that are the user's own images and labels
-REAL = ("none", "from_file")  # noise that is none, or what people have made of the labels
+OWN_DATA = ("folder", "prepared")  # data sources that are the user's own images and labels
+REAL_NOISE = ("none", "from_file")  # noise that is none, or what people have made of the labels
 # Options that say where and by what a run is made, not what it is.
-INCIDENTAL = frozenset(
+RUNTIME_KEYS = frozenset(
     {"name", "out", "device", "engine", "compile", "stack", "checkpoint_every", "track"}
 )
 
@@ -118,13 +117,13 @@ def resolve(
     """A checked configuration from a preset's name, a YAML file or a
     mapping, with `key=value` overrides.
     """
-    tree = _base(source)
+    tree = _load_tree(source)
     # Choices first: `method.tau=2 method=fedla` means the same in either order.
     for override in sorted(overrides, key=_is_option):
         _override(tree, override)
     config = _build(tree)
     data, noise = section_name(config, "data"), section_name(config, "noise")
-    if data in OWN and noise not in REAL and not _asks_for_noise(source, overrides):
+    if data in OWN_DATA and noise not in REAL_NOISE and not _asks_for_noise(source, overrides):
         warnings.warn(
             f"noise {noise} changes your own labels: noise=none keeps them",
             FedNoRoWarning,
@@ -160,29 +159,30 @@ def seeds(overrides: Sequence[str]) -> tuple[list[int], list[str]]:
     seeds, and the other overrides.
     """
     rest = [text for text in overrides if not text.startswith("seed=")]
-    given = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
-    if not given:
+    seed_texts = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
+    if not seed_texts:
         return [], rest
     try:
-        found: list[int] = []
-        for part in given[-1].split(","):
+        numbers: list[int] = []
+        for part in seed_texts[-1].split(","):
             first, dots, last = part.partition("..")
-            found += range(int(first), int(last) + 1) if dots else [int(first)]
+            numbers += range(int(first), int(last) + 1) if dots else [int(first)]
     except ValueError as error:
         raise UserError(
             "seed must be a number, a list or a range, as in seed=3, seed=1,4 "
-            f"or seed=0..2; got {given[-1]!r}"
+            f"or seed=0..2; got {seed_texts[-1]!r}"
         ) from error
-    if not found or min(found) < 0 or len(set(found)) != len(found):
-        raise UserError(f"seed must name distinct numbers from 0 on, got {given[-1]!r}")
-    return found, rest
+    if not numbers or min(numbers) < 0 or len(set(numbers)) != len(numbers):
+        raise UserError(f"seed must name distinct numbers from 0 on, got {seed_texts[-1]!r}")
+    return numbers, rest
 
 
 def dump(config: Config) -> str:
     """The configuration as YAML that `resolve` reads back to the same value."""
     tree: dict[str, Any] = {}
     for item in sorted(
-        dataclasses.fields(config), key=lambda item: item.name not in ("seed", *REGISTRIES, *SINGLE)
+        dataclasses.fields(config),
+        key=lambda item: item.name not in ("seed", *REGISTRIES, *SECTIONS_WITHOUT_CHOICE),
     ):
         value = getattr(config, item.name)
         if item.name in REGISTRIES:
@@ -196,38 +196,38 @@ def dump(config: Config) -> str:
 
 def as_tree(config: Config) -> dict[str, Any]:
     """What `dump` writes, as plain values."""
-    found: dict[str, Any] = yaml.safe_load(dump(config))
-    return found
+    tree: dict[str, Any] = yaml.safe_load(dump(config))
+    return tree
 
 
-def flattened(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flatten_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"method": {"warmup": 10}}` → `{"method.warmup": 10}`."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in tree.items():
-        inside = isinstance(value, Mapping) and value
-        found |= flattened(value, f"{above}{key}.") if inside else {f"{above}{key}": value}
-    return found
+        branch = isinstance(value, Mapping) and value
+        options |= flatten_tree(value, f"{prefix}{key}.") if branch else {f"{prefix}{key}": value}
+    return options
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flatten_config(config: Config) -> dict[str, Any]:
     """Every option by its dotted name."""
-    return flattened(as_tree(config))
+    return flatten_tree(as_tree(config))
 
 
-def anchored(config: Config) -> Config:
+def with_absolute_paths(config: Config) -> Config:
     """The same with files and folders by their absolute paths, so that a run
     can be resumed from anywhere.
     """
 
     def absolute(part: Any) -> Any:
-        given = {
+        options = {
             item.name: getattr(part, item.name)
             for item in dataclasses.fields(part)
             if "Literal" not in str(item.type)
         }
         paths = {
             name: Path(value).expanduser()
-            for name, value in given.items()
+            for name, value in options.items()
             if value and isinstance(value, str)
         }
         return dataclasses.replace(
@@ -265,19 +265,19 @@ def _plain(value: Any) -> Any:
 # From names and files to a tree of plain values
 
 
-def _base(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+def _load_tree(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
-        tree, what = dict(source), "the configuration"
+        tree, origin = dict(source), "the configuration"
     else:
-        tree, what = _read(str(source)), str(source)
+        tree, origin = _read(str(source)), str(source)
     merged: dict[str, Any] = {}
     if "preset" in tree:
         preset = str(tree.pop("preset"))
         if preset not in presets():
-            raise UserError(f"{what}: unknown preset {preset!r}{suggest(preset, presets())}")
-        merged = _base(preset)
+            raise UserError(f"{origin}: unknown preset {preset!r}{suggest(preset, presets())}")
+        merged = _load_tree(preset)
     for key, value in tree.items():
-        _merge(merged, key, value, what)
+        _merge(merged, key, value, origin)
     return merged
 
 
@@ -303,27 +303,29 @@ def _read(source: str) -> dict[str, Any]:
     return tree
 
 
-def _normal(key: str, value: Any, what: str) -> Any:
+def _normalise(key: str, value: Any, origin: str) -> Any:
     if key in REGISTRIES:
         if isinstance(value, str):
             return {"name": value}
         if not isinstance(value, Mapping):
-            raise UserError(f"{what}: {key} must be a name or a mapping with a name, got {value!r}")
+            raise UserError(
+                f"{origin}: {key} must be a name or a mapping with a name, got {value!r}"
+            )
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _merge(tree: dict[str, Any], key: str, value: Any, what: str) -> None:
-    value, before = _normal(key, value, what), tree.get(key)
-    if key in REGISTRIES and before and value.get("name", before.get("name")) != before.get("name"):
+def _merge(tree: dict[str, Any], key: str, value: Any, origin: str) -> None:
+    value, old = _normalise(key, value, origin), tree.get(key)
+    if key in REGISTRIES and old and value.get("name", old.get("name")) != old.get("name"):
         tree[key] = value  # another method's options would make no sense here
     else:
-        tree[key] = _over(before, value)
+        tree[key] = _overlay(old, value)
 
 
-def _over(before: Any, value: Any) -> Any:
-    if not isinstance(before, Mapping) or not isinstance(value, Mapping):
+def _overlay(old: Any, value: Any) -> Any:
+    if not isinstance(old, Mapping) or not isinstance(value, Mapping):
         return value
-    return {**before, **{key: _over(before.get(key), item) for key, item in value.items()}}
+    return {**old, **{key: _overlay(old.get(key), item) for key, item in value.items()}}
 
 
 def _split(path: str) -> list[str]:
@@ -351,10 +353,10 @@ def _override(tree: dict[str, Any], text: str) -> None:
         return
     node = tree
     for key in keys[:-1]:
-        below = {} if node.get(key) is None else node[key]
-        if not isinstance(below, Mapping):
+        child = {} if node.get(key) is None else node[key]
+        if not isinstance(child, Mapping):
             raise UserError(f"override {text!r}: {key} is not a section")
-        node[key] = node = dict(below)
+        node[key] = node = dict(child)
     node[keys[-1]] = value
 
 
@@ -364,23 +366,23 @@ def _override(tree: dict[str, Any], text: str) -> None:
 def _build(tree: dict[str, Any]) -> Config:
     tree = dict(tree)
     per_method = _per_method(tree.pop("methods", None))
-    known = [item.name for item in dataclasses.fields(Config)]
+    field_names = [item.name for item in dataclasses.fields(Config)]
     for key in tree:
-        if key not in known:
-            raise UserError(f"unknown key {key}{suggest(key, known)}")
+        if key not in field_names:
+            raise UserError(f"unknown key {key}{suggest(key, field_names)}")
     parts: dict[str, Any] = {}
     for section, registry in REGISTRIES.items():
-        chosen = dict(tree.get(section) or {})
-        name = chosen.pop("name", None)
+        options = dict(tree.get(section) or {})
+        name = options.pop("name", None)
         if name is None:
             raise UserError(f"{section} has no name: choose one of {', '.join(registry)}")
         if section == "model" and ":" in str(name):
-            name, chosen = "factory", {**chosen, "factory": name}
+            name, options = "factory", {**options, "factory": name}
         kind = _kind(section, name)
         if section == "method":
-            chosen = {**per_method.get(name, {}), **chosen}
-        parts[section] = validate(kind, chosen, section, registry)
-    for section, kind in SINGLE.items():
+            options = {**per_method.get(name, {}), **options}
+        parts[section] = validate(kind, options, section, registry)
+    for section, kind in SECTIONS_WITHOUT_CHOICE.items():
         parts[section] = validate(kind, {} if tree.get(section) is None else tree[section], section)
     if isinstance(tree.get("track"), str):
         tree["track"] = [tree["track"]]  # the bare name will do here too
@@ -409,6 +411,6 @@ def _kind(section: str, name: Any) -> type[Any]:
     if section == "method" and isinstance(name, str) and ":" in name:
         return find_method(name)
     if not isinstance(name, str) or name not in registry:
-        own = "One of your own is named module:Class" if section == "method" else ""
-        raise UserError(f"unknown {section} {name!r}{suggest(name, registry, own)}")
+        advice = "One of your own is named module:Class" if section == "method" else ""
+        raise UserError(f"unknown {section} {name!r}{suggest(name, registry, advice)}")
     return registry[name]

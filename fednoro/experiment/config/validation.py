@@ -22,21 +22,21 @@ def validate(
 
     if not isinstance(values, Mapping):
         raise UserError(f"{section} must be a mapping of options, got {values!r}")
-    _no_booleans_for_numbers(kind, values, section)
+    _refuse_booleans_for_numbers(kind, values, section)
     try:
         return TypeAdapter(kind).validate_python(dict(values))
     except ValidationError as error:
         raise UserError(_explain(error.errors()[0], section, kind, registry or {})) from error
 
 
-def _no_booleans_for_numbers(kind: type[Any], values: Mapping[str, Any], section: str) -> None:
+def _refuse_booleans_for_numbers(kind: type[Any], values: Mapping[str, Any], section: str) -> None:
     # To pydantic `rounds: yes` is one round.
     for name, hint in get_type_hints(kind).items():
         value, where = values.get(name), f"{section}.{name}" if section else name
         if isinstance(value, bool) and hint in (int, float, int | None):
             raise UserError(f"{where} should be a number, got {value}")
         if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-            _no_booleans_for_numbers(hint, value, where)  # type: ignore[arg-type]
+            _refuse_booleans_for_numbers(hint, value, where)  # type: ignore[arg-type]
 
 
 def _explain(
@@ -46,14 +46,14 @@ def _explain(
     if isinstance(cause, UserError):
         return str(cause)
     first, *rest = problem["loc"]
-    nested = get_type_hints(kind).get(str(first))
-    if not dataclasses.is_dataclass(nested):
+    nested_kind = get_type_hints(kind).get(str(first))
+    if not dataclasses.is_dataclass(nested_kind):
         # the others name members of a union
-        nested, rest = kind, [part for part in rest if isinstance(part, int)]
+        nested_kind, rest = kind, [part for part in rest if isinstance(part, int)]
     where = ".".join(str(part) for part in (section, first, *rest) if part != "")
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        names = [item.name for item in dataclasses.fields(nested if rest else kind)]
-        advice = _elsewhere(section, kind, first, registry) or suggest((first, *rest)[-1], names)
+        names = [item.name for item in dataclasses.fields(nested_kind if rest else kind)]
+        advice = _name_owners(section, kind, first, registry) or suggest((first, *rest)[-1], names)
         return f"unknown key {where}{advice}"
     if problem["type"] in ("missing", "missing_argument"):
         example = {
@@ -61,31 +61,31 @@ def _explain(
         }.get(str(first))
         return f"{where} is required{f', as in {where}={example}' if example else ''}"
     if problem["type"] in ("tuple_type", "list_type"):
-        given = problem["input"]
-        return f"{where} must be a list, as in {where}=[{given}]; got {given!r}"
+        value = problem["input"]
+        return f"{where} must be a list, as in {where}=[{value}]; got {value!r}"
     message = problem["msg"].removeprefix("Input ").lower()
     return f"{where} {message}, got {problem['input']!r}"
 
 
-def _elsewhere(section: str, kind: type[Any], key: str, registry: Mapping[str, type[Any]]) -> str:
+def _name_owners(section: str, kind: type[Any], key: str, registry: Mapping[str, type[Any]]) -> str:
     """Whose option it is, where another choice of the section has it."""
     owners = [
         name
         for name, other in registry.items()
         if key in {item.name for item in dataclasses.fields(other)}
     ]
-    chosen = next((name for name, other in registry.items() if other is kind), "")
+    choice = next((name for name, other in registry.items() if other is kind), "")
     return (
-        f": {section} {chosen} has no {key}; it belongs to {', '.join(owners)}"
-        if owners and chosen
+        f": {section} {choice} has no {key}; it belongs to {', '.join(owners)}"
+        if owners and choice
         else ""
     )
 
 
-def suggest(key: Any, known: Iterable[str], more: str = "") -> str:
+def suggest(key: Any, names: Iterable[str], more: str = "") -> str:
     """The known name that is closest to `key`, or all of them; `more` is said after it."""
-    known = list(known)
-    close = difflib.get_close_matches(str(key), known, 1)
+    names = list(names)
+    close = difflib.get_close_matches(str(key), names, 1)
     if close:
         return f": did you mean {close[0]}?{more and ' '}{more}"
-    return f": known are {', '.join(known)}{more and '. '}{more}" if known else ""
+    return f": known are {', '.join(names)}{more and '. '}{more}" if names else ""

@@ -22,7 +22,7 @@ import yaml
 from fednoro.core.files import take_lock
 from fednoro.core.types import BoolArray, FloatArray, IntArray, UserError
 
-T = TypeVar("T")
+Content = TypeVar("Content")
 PARTS = (
     "config.yaml",
     "rounds.jsonl",
@@ -66,8 +66,8 @@ class Ledger:
         """For each client its training rounds and the column's values there, where it has any."""
         values: FloatArray = getattr(self, column)
         # A prefix of the task may be a visit before the rounds; only rounds belong to a curve.
-        kept = np.isfinite(values) & np.array([task == "train" for task in self.task], dtype=bool)
-        rounds, clients, values = self.round[kept], self.client[kept], values[kept]
+        mask = np.isfinite(values) & np.array([task == "train" for task in self.task], dtype=bool)
+        rounds, clients, values = self.round[mask], self.client[mask], values[mask]
         return {int(k): (rounds[clients == k], values[clients == k]) for k in np.unique(clients)}
 
 
@@ -103,7 +103,7 @@ class Recorded:
         return np.array([record["round"] for record in self.rounds], dtype=np.int64)
 
     @property
-    def planned(self) -> int:
+    def planned_rounds(self) -> int:
         """Rounds in all, as configured; those done where that is not known."""
         rounds = self.option("train", "rounds")
         return rounds if isinstance(rounds, int) and rounds > 0 else len(self.rounds)
@@ -118,10 +118,10 @@ class Recorded:
         if self.holdings is not None:
             return self.holdings.classes
         count = 0 if self.confusion is None else len(self.confusion)
-        known = self.sites.get("classes") or []
+        names = self.sites.get("classes") or []
         return (
-            tuple(map(str, known))
-            if len(known) == count
+            tuple(map(str, names))
+            if len(names) == count
             else tuple(f"class {c}" for c in range(count))
         )
 
@@ -130,30 +130,32 @@ class Recorded:
         """Names of the clients; made up from their numbers where split.npz is gone."""
         if self.holdings is not None:
             return dict(enumerate(self.holdings.names))
-        seen = set() if self.ledger is None else {int(k) for k in self.ledger.client}
-        seen |= {int(k) for k in (self.detection or {}).get("clients", {})}
-        known = dict(enumerate(map(str, self.sites.get("sites") or [])))
-        return {k: known.get(k, f"client {k:02d}") for k in sorted(seen | set(known))}
+        client_ids = set() if self.ledger is None else {int(k) for k in self.ledger.client}
+        client_ids |= {int(k) for k in (self.detection or {}).get("clients", {})}
+        site_names = dict(enumerate(map(str, self.sites.get("sites") or [])))
+        return {
+            k: site_names.get(k, f"client {k:02d}") for k in sorted(client_ids | set(site_names))
+        }
 
     @property
     def stages(self) -> list[tuple[str, int, int, float]]:
         """Name, first round, last round and seconds of each stretch of rounds."""
-        found: list[tuple[str, int, int, float]] = []
+        stretches: list[tuple[str, int, int, float]] = []
         for record in self.rounds:
             name, number, seconds = record["stage"], record["round"], record["seconds"]
-            if found and found[-1][0] == name:
-                found[-1] = (name, found[-1][1], number, found[-1][3] + seconds)
+            if stretches and stretches[-1][0] == name:
+                stretches[-1] = (name, stretches[-1][1], number, stretches[-1][3] + seconds)
             else:
-                found.append((name, number, number, seconds))
-        return found
+                stretches.append((name, number, number, seconds))
+        return stretches
 
     @property
-    def named(self) -> tuple[int, ...] | None:
+    def named_noisy(self) -> tuple[int, ...] | None:
         """Clients that the configuration names noisy, so that none were looked
         for; None where it names nobody.
         """
-        named = self.option("method", "noisy")
-        return tuple(k for k in named if isinstance(k, int)) if isinstance(named, list) else None
+        noisy = self.option("method", "noisy")
+        return tuple(k for k in noisy if isinstance(k, int)) if isinstance(noisy, list) else None
 
     def option(self, section: str, key: str) -> Any:
         part = self.config.get(section)
@@ -207,7 +209,9 @@ def is_held(folder: Path) -> bool:
         return False
 
 
-def _attempt(run: Recorded, name: str, reader: Callable[[Path], T], otherwise: T) -> T:
+def _attempt(
+    run: Recorded, name: str, reader: Callable[[Path], Content], default: Content
+) -> Content:
     file = run.path / name
     try:
         return reader(file)
@@ -218,7 +222,7 @@ def _attempt(run: Recorded, name: str, reader: Callable[[Path], T], otherwise: T
         why = f"cannot be read: {lines[0][:200]}"
     if (name, why) not in run.missing:
         run.missing.append((name, why))
-    return otherwise
+    return default
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -232,23 +236,24 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _read_rounds(run: Recorded, file: Path) -> None:
-    broken = 0
+    damaged_lines = 0
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    for at, line in enumerate(lines):
+    for index, line in enumerate(lines):
         if not line.strip():
             continue
         try:
             record = _round(_mapping(json.loads(line)))
         except (ValueError, TypeError, KeyError):
-            broken += at < len(lines) - 1  # the last line may be half written by a run that goes on
+            # the last line may be half written by a run that goes on
+            damaged_lines += index < len(lines) - 1
             continue
         for message in record["warnings"]:
             run.warnings.setdefault(message, []).append(record["round"])
         if record["bacc"] is not None:
             run.rounds.append(record)
-    if broken:
-        lines_are = "line, which is" if broken == 1 else "lines, which are"
-        run.missing.append((file.name, f"has {broken} damaged {lines_are} left out"))
+    if damaged_lines:
+        lines_are = "line, which is" if damaged_lines == 1 else "lines, which are"
+        run.missing.append((file.name, f"has {damaged_lines} damaged {lines_are} left out"))
 
 
 def _round(record: dict[str, Any]) -> dict[str, Any]:
@@ -287,25 +292,27 @@ def _ledger(file: Path) -> Ledger:
     with file.open(encoding="utf-8", errors="replace", newline="") as content:
         rows = csv.reader(content)
         header = next(rows, [])
-        place = {name: at for at, name in enumerate(header)}
-        if not {"round", "client"} <= set(place):
+        columns = {name: index for index, name in enumerate(header)}
+        if not {"round", "client"} <= set(columns):
             raise ValueError("it has no columns round and client")
-        kept = [row for row in rows if len(row) == len(header) and row[place["round"]].isdigit()]
+        records = [
+            row for row in rows if len(row) == len(header) and row[columns["round"]].isdigit()
+        ]
 
     def numbers(name: str) -> FloatArray:
-        at = place.get(name)
+        index = columns.get(name)
         return np.array(
-            [float(row[at] or "nan") if at is not None else math.nan for row in kept],
+            [float(row[index] or "nan") if index is not None else math.nan for row in records],
             dtype=np.float64,
         )
 
     def words(name: str) -> tuple[str, ...]:
-        at = place.get(name)
-        return tuple("" if at is None else row[at] for row in kept)
+        index = columns.get(name)
+        return tuple("" if index is None else row[index] for row in records)
 
     return Ledger(
-        np.array([int(row[place["round"]]) for row in kept], dtype=np.int64),
-        np.array([int(row[place["client"]]) for row in kept], dtype=np.int64),
+        np.array([int(row[columns["round"]]) for row in records], dtype=np.int64),
+        np.array([int(row[columns["client"]]) for row in records], dtype=np.int64),
         words("task"),
         words("status"),
         numbers("weight"),
@@ -355,12 +362,12 @@ def _holdings(path: Path) -> Holdings:
 
 
 def _detection(file: Path) -> dict[str, Any]:
-    found = _json(file)
-    clients = {str(int(k)): _mapping(row) for k, row in _mapping(found["clients"]).items()}
+    content = _json(file)
+    clients = {str(int(k)): _mapping(row) for k, row in _mapping(content["clients"]).items()}
     for row in clients.values():
         row["noisy"] = bool(row["noisy"])
         row["posterior"] = None if row.get("posterior") is None else float(row["posterior"])
-    return {**found, "clients": clients, "reason": str(found.get("reason", ""))}
+    return {**content, "clients": clients, "reason": str(content.get("reason", ""))}
 
 
 def _check_sizes(run: Recorded) -> None:

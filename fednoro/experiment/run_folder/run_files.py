@@ -41,13 +41,15 @@ class RunFolder:
             try:
                 self.path.mkdir(parents=True)
             except FileExistsError as error:
-                begun = (self.path / "config.yaml").exists() and not self.finished
-                on = (
+                resumable = (self.path / "config.yaml").exists() and not self.finished
+                advice = (
                     f", or carry it on with: fednoro resume {shlex.quote(str(self.path))}"
-                    if begun
+                    if resumable
                     else ""
                 )
-                raise UserError(f"{self.path} exists already: choose another name={on}") from error
+                raise UserError(
+                    f"{self.path} exists already: choose another name={advice}"
+                ) from error
             (self.path / "checkpoints").mkdir()
 
     def lock(self) -> None:
@@ -80,7 +82,7 @@ class RunFolder:
         number = turn.state.round + (1 if turn.evaluation is None else 0)
         for answer in turn.answers:
             note = turn.state.notes.get(answer.client, {})
-            known = {
+            figures = {
                 key: f"{value:.6g}"
                 for key, value in {**answer.metrics, **note}.items()
                 if key in CLIENT_COLUMNS
@@ -91,7 +93,7 @@ class RunFolder:
                 "client": answer.client,
                 "status": answer.status,
             }
-            writer.writerow({**row, "size": answer.size, "reason": answer.reason, **known})
+            writer.writerow({**row, "size": answer.size, "reason": answer.reason, **figures})
         self._append("clients.csv", rows.getvalue())
         if turn.evaluation is not None or turn.warnings:
             self._append("rounds.jsonl", json.dumps(round_record(turn)) + "\n")
@@ -124,24 +126,26 @@ def round_record(turn: Turn) -> dict[str, Any]:
         "seconds": round(turn.seconds, 4),
     }
     if turn.evaluation is not None:
-        trained = [a for a in turn.answers if a.status == "ok" and "loss" in a.metrics]
-        images = sum(a.size for a in trained)
+        training_answers = [a for a in turn.answers if a.status == "ok" and "loss" in a.metrics]
+        images = sum(a.size for a in training_answers)
         record |= {
             "bacc": turn.evaluation.bacc,
             "loss": _number(turn.evaluation.loss),
             "recall": [_number(value) for value in turn.evaluation.recall],
             "confusion": turn.evaluation.confusion.tolist(),
-            "train_loss": _number(sum(a.metrics["loss"] * a.size for a in trained) / images)
+            "train_loss": _number(
+                sum(a.metrics["loss"] * a.size for a in training_answers) / images
+            )
             if images
             else None,
-            "clients": len(trained),
+            "clients": len(training_answers),
         }
         if turn.evaluation.validation_bacc is not None:
             record["validation_bacc"] = turn.evaluation.validation_bacc
-    failed = [a.client for a in turn.answers if a.status != "ok"]
+    failed_clients = [a.client for a in turn.answers if a.status != "ok"]
     return (
         record
-        | ({"failed": failed} if failed else {})
+        | ({"failed": failed_clients} if failed_clients else {})
         | ({"warnings": turn.warnings} if turn.warnings else {})
     )
 

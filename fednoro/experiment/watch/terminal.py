@@ -31,10 +31,10 @@ from fednoro.experiment.rounds import Turn
 from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.report.findings import stability
-from fednoro.report.recorded_verdict import judged
+from fednoro.report.recorded_verdict import read_verdict
 
 REASONS, EXAMPLES = 5, 3  # why images were left out, and which
-PLAIN_EVERY = 10.0  # seconds between lines of progress where there is no terminal
+PLAIN_INTERVAL = 10.0  # seconds between lines of progress where there is no terminal
 
 
 class Terminal(Watcher):
@@ -45,32 +45,36 @@ class Terminal(Watcher):
         self.live = console.is_terminal and not quiet
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._what, self._said = "", 0.0
+        self._activity, self._line_time = "", 0.0
         self._federation: Federation | None = None
         self._config: Config | None = None
         # the last one shown in full, and after which round
         self._verdict: tuple[dict[int, bool], int] | None = None
-        self._rounds = self._done = 0
+        self._rounds = self._round = 0
         self._best = 0.0
         self._seconds: list[float] = []
-        self._seen: set[str] = set()
+        self._shown_warnings: set[str] = set()
 
     def progress(self, what: str, done: int, total: int) -> None:
         if not self.live:
             now = time.monotonic()
-            if not self.quiet and (what != self._what or now - self._said > PLAIN_EVERY):
-                counted = f"{done}/{total}" if total else str(done)
-                self.console.print(f"{what} …{f' {counted}' if done else ''}", highlight=False)
-                self._said = now
-            self._what = what
+            if not self.quiet and (
+                what != self._activity or now - self._line_time > PLAIN_INTERVAL
+            ):
+                count_text = f"{done}/{total}" if total else str(done)
+                self.console.print(f"{what} …{f' {count_text}' if done else ''}", highlight=False)
+                self._line_time = now
+            self._activity = what
             return
-        if self._bar is None or what != self._what:
+        if self._bar is None or what != self._activity:
             self.close()
-            counted = "{task.completed:.0f}/{task.total:.0f}" if total else "{task.completed:.0f}"
+            count_text = (
+                "{task.completed:.0f}/{task.total:.0f}" if total else "{task.completed:.0f}"
+            )
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                TextColumn(counted),
+                TextColumn(count_text),
                 TimeRemainingColumn(),
                 console=self.console,
                 transient=True,
@@ -78,7 +82,7 @@ class Terminal(Watcher):
             self._bar.start()
             self._task = self._bar.add_task(what, total=total or None)
         assert self._task is not None
-        self._what = what
+        self._activity = what
         self._bar.update(self._task, completed=done)
 
     def started(
@@ -86,7 +90,7 @@ class Terminal(Watcher):
     ) -> None:
         self.close()
         self._config, self._federation = config, federation
-        self._rounds, self._done = state.rounds, state.round
+        self._rounds, self._round = state.rounds, state.round
         self._verdict = None
         self._best = max((record["bacc"] for record in RunFolder(folder).rounds()), default=0.0)
         if self.quiet:
@@ -115,38 +119,44 @@ class Terminal(Watcher):
         self._say(
             f"partition {names['partition']}; {noise}; model {names['model']}; seed {config.seed}"
         )
-        if isinstance(named := getattr(config.method, "noisy", None), tuple):
-            whom = ", ".join(federation.names[k] for k in sorted(named)) or "none is looked for"
+        if isinstance(named_noisy := getattr(config.method, "noisy", None), tuple):
+            name_list = (
+                ", ".join(federation.names[k] for k in sorted(named_noisy)) or "none is looked for"
+            )
             self._say(
-                f"{len(named)} of {len(sizes)} clients named noisy by method.noisy: {escape(whom)}"
+                f"{len(named_noisy)} of {len(sizes)} clients named noisy by method.noisy: "
+                f"{escape(name_list)}"
             )
         self._say(f"engine: {escape(engine)}")
         if state.round:
             self._say(f"going on after round {state.round}")
         if self.live:
-            self._bar = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(),
-                TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[figures]}"),
-                TimeElapsedColumn(),
-                TextColumn("ETA"),
-                TimeRemainingColumn(),
-                console=self.console,
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(
-                "training", total=state.rounds, completed=state.round, figures=""
-            )
+            self._show_training_bar(state)
+
+    def _show_training_bar(self, state: State) -> None:
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(
+            "training", total=state.rounds, completed=state.round, figures=""
+        )
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def warned(self, message: str) -> None:
         # The same trouble every round is said once; rounds.jsonl has it for each.
-        if message not in self._seen:
-            self._seen.add(message)
+        if message not in self._shown_warnings:
+            self._shown_warnings.add(message)
             self._say(f"[yellow]warning:[/] {escape(message)}")
 
     def turned(self, turn: Turn) -> None:
@@ -157,31 +167,32 @@ class Terminal(Watcher):
         self._seconds.append(turn.seconds)
         if turn.evaluation is None:
             return
-        self._done = turn.state.round
+        self._round = turn.state.round
         self._best = max(self._best, turn.evaluation.bacc)
         figures = f"BACC {turn.evaluation.bacc:6.2%}  best {self._best:6.2%}"
         if self._bar is not None and self._task is not None:
             self._bar.update(
-                self._task, completed=self._done, description=turn.state.stage, figures=figures
+                self._task, completed=self._round, description=turn.state.stage, figures=figures
             )
         else:
-            left = statistics.mean(self._seconds[-10:]) * (self._rounds - self._done)
+            seconds_left = statistics.mean(self._seconds[-10:]) * (self._rounds - self._round)
             self._say(
-                f"round {self._done:>3}/{self._rounds}  "
-                f"{turn.state.stage:<22}  {figures}  ETA {left:.0f} s"
+                f"round {self._round:>3}/{self._rounds}  "
+                f"{turn.state.stage:<22}  {figures}  ETA {seconds_left:.0f} s"
             )
 
     def _show_verdicts(self, state: State) -> None:
         detection = state.memo.get("detection")
         if detection is None or self._federation is None:
             return
-        truth, found = self._federation.noisy, verdicts(state)
-        if self._verdict is not None and self._verdict[0] == found:
+        truth, client_verdicts = self._federation.noisy, verdicts(state)
+        if self._verdict is not None and self._verdict[0] == client_verdicts:
             self._say(
-                f"after round {state.round}: {_flagged(found)} as after round {self._verdict[1]}"
+                f"after round {state.round}: {_count_flagged(client_verdicts)} as after "
+                f"round {self._verdict[1]}"
             )
             return
-        self._verdict = found, state.round
+        self._verdict = client_verdicts, state.round
         self._say(f"after round {state.round}: {escape(detection['reason'])}")
         table = Table()
         for heading in ("client", "images", "P(noisy)", "verdict"):
@@ -208,16 +219,20 @@ class Terminal(Watcher):
                 ]
             table.add_row(*cells)
         self.console.print(table)
-        if said := self._firmness(detection):
-            self._say(escape(said))
+        if stability_text := self._firmness(detection):
+            self._say(escape(stability_text))
 
     def _firmness(self, detection: dict[str, Any]) -> str | None:
         """What the report will say on how firm the verdicts are."""
         assert self._config is not None and self._federation is not None
         config, names = as_tree(self._config), {"sites": self._federation.names}
-        recorded = Recorded(Path(), config=config, detection=detection, sites=names)
-        found = judged(recorded)
-        return None if found is None or found.agreement is None else stability(recorded, found)
+        recorded_run = Recorded(Path(), config=config, detection=detection, sites=names)
+        verdict = read_verdict(recorded_run)
+        return (
+            None
+            if verdict is None or verdict.agreement is None
+            else stability(recorded_run, verdict)
+        )
 
     def stopped(self, folder: Path) -> None:
         self.close()
@@ -236,13 +251,15 @@ class Terminal(Watcher):
                 f"the round that is best on the validation part: {run.best_by_validation:.2%}"
             )
         if run.detection is not None and "exact" in run.detection:
-            found = run.detection
+            detection = run.detection
             exact = (
                 "flagged exactly the noisy clients"
-                if found["exact"]
+                if detection["exact"]
                 else "the flagged clients differ from the noisy ones"
             )
-            self._say(f"{exact}: recall {found['recall']:.0%}, precision {found['precision']:.0%}")
+            self._say(
+                f"{exact}: recall {detection['recall']:.0%}, precision {detection['precision']:.0%}"
+            )
         report = run.folder / "report.html"
         if report.exists():
             self._say(f"report: {escape(str(report))}")
@@ -255,38 +272,42 @@ class Terminal(Watcher):
             self._bar = self._task = None
 
 
-def _flagged(found: Mapping[int, bool]) -> str:
-    count = sum(found.values())
+def _count_flagged(client_verdicts: Mapping[int, bool]) -> str:
+    count = sum(client_verdicts.values())
     if not count:
         return "nobody is flagged,"
     return "the same client is flagged" if count == 1 else f"the same {count} clients are flagged"
 
 
-def prepared_table(done: Prepared) -> Group:
+def prepared_table(preparation: Prepared) -> Group:
     """What a preparation holds, how long it took and what it left out."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("class")
     table.add_column("images", justify="right")
-    for name, count in done.counts.items():
+    for name, count in preparation.counts.items():
         table.add_row(_printable(name), f"{count:,}")
-    total = sum(done.counts.values())
-    took = (
+    total = sum(preparation.counts.values())
+    duration_text = (
         "was there already"
-        if done.existed
-        else f"{done.seconds:.1f} s, {total / max(done.seconds, 1e-9):,.0f} images/s"
+        if preparation.existed
+        else f"{preparation.seconds:.1f} s, {total / max(preparation.seconds, 1e-9):,.0f} images/s"
     )
-    lines = [f"{total:,} images, {done.bytes / 1e6:,.1f} MB in {done.folder} ({took})"]
-    if done.skipped:
+    lines = [
+        f"{total:,} images, {preparation.bytes / 1e6:,.1f} MB in {preparation.folder} "
+        f"({duration_text})"
+    ]
+    if preparation.skipped:
         lines.append(
-            f"{len(done.skipped):,} left out; all are listed in {done.folder / 'manifest.json'}:"
+            f"{len(preparation.skipped):,} left out; all are listed in "
+            f"{preparation.folder / 'manifest.json'}:"
         )
         reasons: dict[str, list[str]] = {}
-        for item in done.skipped:
+        for item in preparation.skipped:
             reasons.setdefault(item["reason"], []).append(item["path"])
         for reason, paths in [*reversed(reasons.items())][:REASONS]:
             # unreadable ones before those left out
-            several = f", … {len(paths):,} in all" if len(paths) > EXAMPLES else ""
-            lines.append(f"  {reason}: {', '.join(paths[:EXAMPLES])}{several}")
+            count_text = f", … {len(paths):,} in all" if len(paths) > EXAMPLES else ""
+            lines.append(f"  {reason}: {', '.join(paths[:EXAMPLES])}{count_text}")
         if len(reasons) > REASONS:
             lines.append(f"  and for {len(reasons) - REASONS} more reasons")
     return Group(table, *map(_printable, lines))
@@ -316,7 +337,7 @@ def seeds_table(runs: Sequence[Run]) -> Table:
             exact,
         )
     columns = [[getattr(run, name) for run in runs] for name in ("best", "last", "final")]
-    known = [
+    exact_detections = [
         run.detection["exact"]
         for run in runs
         if run.detection is not None and "exact" in run.detection
@@ -328,6 +349,6 @@ def seeds_table(runs: Sequence[Run]) -> Table:
             f"{100 * statistics.mean(values):.2f} ± {100 * statistics.stdev(values):.2f}"
             for values in columns
         ),
-        f"{sum(known)} of {len(known)}" if known else "–",
+        f"{sum(exact_detections)} of {len(exact_detections)}" if exact_detections else "–",
     )
     return table

@@ -22,14 +22,14 @@ from typing import Any, ClassVar, Protocol, cast
 
 from fednoro.core.types import State, UserError
 from fednoro.data.federation import Federation
-from fednoro.experiment.config.configuration import Config, flat
+from fednoro.experiment.config.configuration import Config, flatten_config
 from fednoro.experiment.drive import Run, Watcher
 from fednoro.experiment.rounds import Turn
 from fednoro.experiment.run_folder.run_files import RunFolder, round_record
 
 Values = Mapping[str, float]
 RESULTS = ("best", "last", "final", "seconds")
-LONGEST = 100  # characters of a class's name in a tag
+TAG_LENGTH = 100  # characters of a class's name in a tag
 
 
 class Tracker(Protocol):
@@ -45,7 +45,7 @@ class Tracker(Protocol):
     def log(self, values: Values, step: int, moment: float) -> None:
         """Figures after round `step`, at `moment` in seconds since 1970."""
 
-    def judged(self, text: str, step: int, moment: float) -> None:
+    def log_verdict(self, text: str, step: int, moment: float) -> None:
         """The clients were judged; `text` is Markdown."""
 
     def end(self, status: str, results: Values) -> None:
@@ -63,17 +63,17 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        where = folder / "tensorboard"
-        for old in where.glob("events.out.tfevents.*"):
+        directory = folder / "tensorboard"
+        for old in directory.glob("events.out.tfevents.*"):
             old.unlink()
-        self._writer = cast(Any, SummaryWriter(str(where), purge_step=0))
+        self._writer = cast(Any, SummaryWriter(str(directory), purge_step=0))
         plain = {
             key: value if isinstance(value, int | float | str) else str(value)
             for key, value in settings.items()
         }
         metrics = {f"result/{name}": math.nan for name in RESULTS}
-        experiment, begun, self._ended = hparams(plain, metrics)  # type: ignore[no-untyped-call]
-        for summary in (experiment, begun):
+        experiment, session_start, self._session_end = hparams(plain, metrics)  # type: ignore[no-untyped-call]
+        for summary in (experiment, session_start):
             self._writer.file_writer.add_summary(summary)
         self._writer.flush()
 
@@ -82,12 +82,12 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step, walltime=moment)
         self._writer.flush()
 
-    def judged(self, text: str, step: int, moment: float) -> None:
+    def log_verdict(self, text: str, step: int, moment: float) -> None:
         self._writer.add_text("detection/verdict", text, step, walltime=moment)
 
     def end(self, status: str, results: Values) -> None:
         if status == "FINISHED":
-            self._writer.file_writer.add_summary(self._ended)
+            self._writer.file_writer.add_summary(self._session_end)
         self._writer.close()
 
 
@@ -104,31 +104,31 @@ class MLflow:
 
         from mlflow.tracking import MlflowClient
 
-        where = (folder / "mlruns").absolute()
-        where.mkdir(exist_ok=True)
+        directory = (folder / "mlruns").absolute()
+        directory.mkdir(exist_ok=True)
         # it tells of every table it makes
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own use of SQLAlchemy
-            self._client = MlflowClient(tracking_uri=f"sqlite:///{where / 'mlflow.db'}")
-            self._run = self._open(folder.name, where)
-        self._seen: set[tuple[str, int]] = set()
-        found = self._client.get_run(self._run).data
-        for name in found.metrics:
-            self._seen |= {
+            self._client = MlflowClient(tracking_uri=f"sqlite:///{directory / 'mlflow.db'}")
+            self._run = self._open(folder.name, directory)
+        self._logged_points: set[tuple[str, int]] = set()
+        existing = self._client.get_run(self._run).data
+        for name in existing.metrics:
+            self._logged_points |= {
                 (name, point.step) for point in self._client.get_metric_history(self._run, name)
             }
         for name, value in settings.items():
-            if name not in found.params:
+            if name not in existing.params:
                 self._client.log_param(self._run, name, str(value)[:6000])
 
-    def _open(self, name: str, where: Path) -> str:
-        found = self._client.get_experiment_by_name("fednoro")
-        if found is None:
-            artifacts = (where / "artifacts").as_uri()
+    def _open(self, name: str, directory: Path) -> str:
+        existing = self._client.get_experiment_by_name("fednoro")
+        if existing is None:
+            artifacts = (directory / "artifacts").as_uri()
             experiment = self._client.create_experiment("fednoro", artifact_location=artifacts)
         else:
-            experiment = found.experiment_id
+            experiment = existing.experiment_id
         for run in self._client.search_runs([experiment], max_results=1):
             self._client.update_run(run.info.run_id, status="RUNNING")
             return str(run.info.run_id)
@@ -137,14 +137,16 @@ class MLflow:
     def log(self, values: Values, step: int, moment: float) -> None:
         from mlflow.entities import Metric
 
-        new = {name: value for name, value in values.items() if (name, step) not in self._seen}
+        new = {
+            name: value for name, value in values.items() if (name, step) not in self._logged_points
+        }
         stamp = round(1000 * moment)
         points = [Metric(name, value, stamp, step) for name, value in new.items()]
         for first in range(0, len(points), 1000):  # the most that it takes at once
             self._client.log_batch(self._run, metrics=points[first : first + 1000])
-        self._seen |= {(name, step) for name in new}
+        self._logged_points |= {(name, step) for name in new}
 
-    def judged(self, text: str, step: int, moment: float) -> None:
+    def log_verdict(self, text: str, step: int, moment: float) -> None:
         self._client.set_tag(self._run, "detection", text.partition("\n")[0])
         self._client.set_tag(self._run, "mlflow.note.content", text)
 
@@ -155,16 +157,16 @@ class MLflow:
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 
 
-def tracked(config: Config, watcher: Watcher) -> Watcher:
+def with_trackers(config: Config, watcher: Watcher) -> Watcher:
     """`watcher`, beside which the trackers of the configuration are told what happens."""
-    chosen = {name: TRACKERS[name]() for name in config.track}
-    for name, tracker in chosen.items():
+    trackers = {name: TRACKERS[name]() for name in config.track}
+    for name, tracker in trackers.items():
         if missing := [module for module in tracker.needs if find_spec(module) is None]:
             raise UserError(
                 f"track: {name} needs {missing[0]}, which is not "
                 "installed: pip install 'fednoro[track]'"
             )
-    return Tracked(watcher, chosen) if chosen else watcher
+    return Tracked(watcher, trackers) if trackers else watcher
 
 
 class Tracked(Watcher):
@@ -203,15 +205,15 @@ class Tracked(Watcher):
     ) -> None:
         """The trackers begin, and get the rounds that the run has behind it."""
         self._classes, self._names = class_tags(classes), names
-        settings = flat(config)
-        self._each(lambda tracker: tracker.begin(folder, settings))
+        settings = flatten_config(config)
+        self._for_each_tracker(lambda tracker: tracker.begin(folder, settings))
         records = RunFolder(folder).rounds()
         # As if the run had never stopped, so that its time axis has no gap.
         moment = time.time() - sum(record["seconds"] for record in records)
         for record in records:
             moment += record["seconds"]
             self._log(round_values(record, self._classes), record["round"], moment)
-        self._judge(state)
+        self._log_verdict(state)
 
     def progress(self, what: str, done: int, total: int) -> None:
         self.other.progress(what, done, total)
@@ -221,14 +223,14 @@ class Tracked(Watcher):
 
     def turned(self, turn: Turn) -> None:
         self.other.turned(turn)
-        self._judge(turn.state)
+        self._log_verdict(turn.state)
         if turn.evaluation is not None:
             self._log(
                 round_values(round_record(turn), self._classes), turn.state.round, time.time()
             )
 
     def stopped(self, folder: Path) -> None:
-        self._each(lambda tracker: tracker.end("KILLED", {}))
+        self._for_each_tracker(lambda tracker: tracker.end("KILLED", {}))
         self.other.stopped(folder)
 
     def finished(self, run: Run) -> None:
@@ -239,10 +241,10 @@ class Tracked(Watcher):
                 for key in ("recall", "precision", "exact")
             }
         self._log(results, len(run.bacc), time.time())
-        self._each(lambda tracker: tracker.end("FINISHED", results))
+        self._for_each_tracker(lambda tracker: tracker.end("FINISHED", results))
         self.other.finished(run)
 
-    def _judge(self, state: State) -> None:
+    def _log_verdict(self, state: State) -> None:
         detection = state.memo.get("detection")
         if detection is None or detection == self._verdict:
             return
@@ -254,15 +256,15 @@ class Tracked(Watcher):
         self._log(
             {"detection/flagged": sum(bool(row["noisy"]) for row in rows.values())}, step, moment
         )
-        self._each(lambda tracker: tracker.judged(text, step, moment))
+        self._for_each_tracker(lambda tracker: tracker.log_verdict(text, step, moment))
 
     def _log(self, values: Values, step: int, moment: float) -> None:
-        self._each(lambda tracker: tracker.log(values, step, moment))
+        self._for_each_tracker(lambda tracker: tracker.log(values, step, moment))
 
-    def _each(self, tell: Callable[[Tracker], None]) -> None:
+    def _for_each_tracker(self, action: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self.trackers.items()):
             try:
-                tell(tracker)
+                action(tracker)
             except Exception as error:
                 # a full disk, a locked database: a tracker is no reason to lose a run
                 del self.trackers[name]
@@ -294,7 +296,7 @@ def round_values(record: Mapping[str, Any], classes: Sequence[str]) -> dict[str,
 
 def class_tags(classes: Sequence[str]) -> tuple[str, ...]:
     """Class names as both programs take them in a tag: letters, digits, - and _; no two alike."""
-    plain = [re.sub(r"[^\w-]", "_", name)[:LONGEST] or "_" for name in classes]
+    plain = [re.sub(r"[^\w-]", "_", name)[:TAG_LENGTH] or "_" for name in classes]
     return tuple(f"{name}-{c}" if plain.count(name) > 1 else name for c, name in enumerate(plain))
 
 

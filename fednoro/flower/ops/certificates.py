@@ -56,7 +56,7 @@ class Certificates:
     sites: Mapping[str, Path]  # the private keys; the public ones end in .pub
     expires: datetime  # the server's certificate
     ca_expires: datetime
-    made: tuple[Path, ...]  # what is new
+    new_files: tuple[Path, ...]  # what is new
 
     def public_key(self, site: str) -> Path:
         return public_key_of(self.sites[site])
@@ -91,32 +91,28 @@ def make(
     server, server_key = folder / "server.pem", folder / "server.key"
     _refuse_half_pairs([(authority.certificate_file, authority.key_file), (server, server_key)])
     keys = {site: folder / "keys" / site for site in sites}
-    for site, key in keys.items():
-        if key.exists() and not force:
-            raise UserError(
-                f"{key} exists already: leave {site} out of --sites, or "
-                "say --force to replace its key"
-            )
+    if not force:
+        _refuse_existing_keys(keys)
     if not server.exists() and not hosts:
         raise UserError(
             "the SuperLink's certificate needs a name: give --host NAME or "
             "--host IP, one for each address"
         )
-    made: list[Path] = []
+    new_files: list[Path] = []
     with disk_errors(folder):
         (folder / "keys").mkdir(parents=True, exist_ok=True)
     if not authority.certificate_file.exists():
-        made += authority.create(max(CA_DAYS, days + 1))
+        new_files += authority.create(max(CA_DAYS, days + 1))
     if hosts and (force or not server.exists()):
-        made += authority.issue(server, server_key, hosts, days)
-    elif hosts and set(names_in(load_certificate(server))) != {_normal(host) for host in hosts}:
-        found = ", ".join(names_in(load_certificate(server)))
+        new_files += authority.issue(server, server_key, hosts, days)
+    elif hosts and set(names_in(load_certificate(server))) != {_normalise(host) for host in hosts}:
+        names = ", ".join(names_in(load_certificate(server)))
         raise UserError(
-            f"{server} is for {found}: say --force to make it anew for {', '.join(hosts)}"
+            f"{server} is for {names}: say --force to make it anew for {', '.join(hosts)}"
         )
     for key in keys.values():
-        made += _make_node_key(key)
-    present = {
+        new_files += _make_node_key(key)
+    site_keys = {
         path.name: path for path in sorted((folder / "keys").iterdir()) if path.suffix != ".pub"
     }
     return Certificates(
@@ -124,10 +120,10 @@ def make(
         authority.key_file,
         server,
         server_key,
-        present,
+        site_keys,
         load_certificate(server).not_valid_after_utc,
         load_certificate(authority.certificate_file).not_valid_after_utc,
-        tuple(made),
+        tuple(new_files),
     )
 
 
@@ -139,7 +135,7 @@ class _Authority:
 
     def create(self, days: int) -> list[Path]:
         key = _new_key()
-        name = _named("fednoro federation CA")
+        name = _common_name("fednoro federation CA")
         begin = _today()
         public = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
         certificate = (
@@ -155,24 +151,24 @@ class _Authority:
             .add_extension(public, critical=False)
             .sign(key, hashes.SHA384())
         )
-        write_private(self.key_file, _pem(key))
-        _write(self.certificate_file, _encoded(certificate))
+        write_private(self.key_file, _key_pem(key))
+        _write(self.certificate_file, _certificate_pem(certificate))
         return [self.certificate_file, self.key_file]
 
     def issue(self, file: Path, key_file: Path, hosts: Sequence[str], days: int) -> list[Path]:
-        own, signer = load_certificate(self.certificate_file), self._load_key()
+        ca, signer = load_certificate(self.certificate_file), self._load_key()
         begin, end = _today(), _today() + timedelta(days=days)
-        if own.not_valid_after_utc < end:
+        if ca.not_valid_after_utc < end:
             raise UserError(
-                f"{self.certificate_file} expires on {own.not_valid_after_utc:%Y-%m-%d}, before a "
+                f"{self.certificate_file} expires on {ca.not_valid_after_utc:%Y-%m-%d}, before a "
                 f"certificate of {days} days would: use fewer --days, or make a new CA elsewhere "
                 "and give every site its ca.crt"
             )
         key = _new_key()
         certificate = (
             x509.CertificateBuilder()
-            .subject_name(_named("fednoro SuperLink"))
-            .issuer_name(own.subject)
+            .subject_name(_common_name("fednoro SuperLink"))
+            .issuer_name(ca.subject)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(begin)
@@ -192,8 +188,8 @@ class _Authority:
             )
             .sign(signer, hashes.SHA384())
         )
-        write_private(key_file, _pem(key))
-        _write(file, _encoded(certificate) + _encoded(own))
+        write_private(key_file, _key_pem(key))
+        _write(file, _certificate_pem(certificate) + _certificate_pem(ca))
         return [file, key_file]
 
     def _load_key(self) -> ec.EllipticCurvePrivateKey:
@@ -239,13 +235,13 @@ def names_in(certificate: x509.Certificate) -> list[str]:
 
 def write_private(file: Path, content: bytes) -> None:
     """Writes a file that nobody else could read at any moment."""
-    beside = file.with_name(f".{file.name}.tmp")
+    temporary = file.with_name(f".{file.name}.tmp")
     with disk_errors(file):
-        beside.unlink(missing_ok=True)
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        temporary.unlink(missing_ok=True)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as out:
             out.write(content)
-        beside.replace(file)
+        temporary.replace(file)
 
 
 def _make_node_key(file: Path) -> list[Path]:
@@ -260,7 +256,7 @@ def _check(hosts: Sequence[str], sites: Sequence[str], days: int) -> None:
     if days < 1:
         raise UserError(f"--days must be at least 1, got {days}")
     for host in hosts:
-        _normal(host)
+        _normalise(host)
     for site in sites:
         if not _NAME.fullmatch(site) or site.endswith(".pub"):
             raise UserError(
@@ -283,7 +279,16 @@ def _refuse_half_pairs(pairs: Iterable[tuple[Path, Path]]) -> None:
             )
 
 
-def _normal(host: str) -> str:
+def _refuse_existing_keys(keys: Mapping[str, Path]) -> None:
+    for site, key in keys.items():
+        if key.exists():
+            raise UserError(
+                f"{key} exists already: leave {site} out of --sites, or "
+                "say --force to replace its key"
+            )
+
+
+def _normalise(host: str) -> str:
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -298,14 +303,14 @@ def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(_normal(host))
+        return x509.DNSName(_normalise(host))
 
 
 def _new_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP384R1())
 
 
-def _named(common: str) -> x509.Name:
+def _common_name(common: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
 
@@ -328,11 +333,11 @@ def _today() -> datetime:
     return datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def _encoded(certificate: x509.Certificate) -> bytes:
+def _certificate_pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(Encoding.PEM)
 
 

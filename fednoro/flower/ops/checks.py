@@ -39,7 +39,9 @@ def failed(name: str, message: str, remedy: str) -> Check:
     return Check(name, "failed", message, remedy)
 
 
-def guarded(name: str, inspect: Callable[[], Iterable[Finding]]) -> Iterator[Finding | Check]:
+def run_inspection(
+    name: str, inspect: Callable[[], Iterable[Finding]]
+) -> Iterator[Finding | Check]:
     """The checks of one inspection; where it breaks off, that is a failed
     check too and the others go on.
     """
@@ -62,6 +64,6 @@ def size(count: float) -> str:
 
 def few(names: Iterable[str], limit: int = 6) -> str:
     """The first names of a long list."""
-    listed = list(names)
-    rest = len(listed) - limit
-    return ", ".join(listed[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    all_names = list(names)
+    rest = len(all_names) - limit
+    return ", ".join(all_names[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -24,7 +24,7 @@ from typing import Any
 from fednoro.core.types import UserError
 
 COMPLETED = "finished:completed"
-ANSWER = 120.0  # seconds in which Flower's command has to answer a question
+ANSWER_TIMEOUT = 120.0  # seconds in which Flower's command has to answer a question
 DEFAULTS: dict[str, str | int | float] = {
     "fednoro": "",
     "fednoro-config": "",
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, str | int | float] = {
 }
 # Nothing is downloaded, reported or checked for anywhere else: a site may have no way out
 # but the one to the SuperLink.
-QUIET = {
+QUIET_VARIABLES = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -89,17 +89,21 @@ def environment(home: Path | None = None) -> dict[str, str]:
     if given, a home of their own.
     """
     scripts = str(Path(sys.executable).parent)
-    found = {**os.environ, **QUIET, "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
-    return found if home is None else {**found, "FLWR_HOME": str(home)}
+    variables = {
+        **os.environ,
+        **QUIET_VARIABLES,
+        "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    return variables if home is None else {**variables, "FLWR_HOME": str(home)}
 
 
 def command(name: str) -> str:
     """The path of one of Flower's commands."""
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    sibling = Path(sys.executable).with_name(name)
+    path = str(sibling) if sibling.exists() else shutil.which(name)
+    if path is None:
         raise UserError(f"{name} is not installed: pip install 'fednoro[flower]'")
-    return found
+    return path
 
 
 def free_port() -> int:
@@ -156,35 +160,46 @@ class Link:
     def status(self, run: int) -> Status:
         """How the run is; raises `UnreachableError` where the SuperLink does not say."""
         try:
-            answer = self._ask(["ls", self.name, "--run-id", str(run), "--format", "json"], ANSWER)
+            answer = self._ask(
+                ["ls", self.name, "--run-id", str(run), "--format", "json"], ANSWER_TIMEOUT
+            )
         except (UserError, subprocess.TimeoutExpired) as error:
             raise UnreachableError(str(error)) from error
         if not answer.get("success"):
-            said = str(answer.get("error-message", "no reason given")).strip().splitlines() or [""]
-            raise UnreachableError(said[-1].strip())
+            lines = str(answer.get("error-message", "no reason given")).strip().splitlines() or [""]
+            raise UnreachableError(lines[-1].strip())
         (row,) = answer.get("runs", [{}])[:1] or [{}]
         traffic = row.get("network-traffic", {})
-        seen = (int(traffic.get("inbound-bytes", 0)), int(traffic.get("outbound-bytes", 0)))
+        byte_counts = (int(traffic.get("inbound-bytes", 0)), int(traffic.get("outbound-bytes", 0)))
         return Status(
-            str(row.get("status", "")), str(row.get("details", row.get("status-details", ""))), seen
+            str(row.get("status", "")),
+            str(row.get("details", row.get("status-details", ""))),
+            byte_counts,
         )
 
     def stop(self, run: int) -> None:
-        self._ask(["stop", str(run), self.name, "--format", "json"], ANSWER)
+        self._ask(["stop", str(run), self.name, "--format", "json"], ANSWER_TIMEOUT)
 
     def _ask(self, arguments: Sequence[str], timeout: float | None = None) -> dict[str, Any]:
-        asked = [command("flwr"), *arguments]
-        done = subprocess.run(
-            asked, env=dict(self.env), capture_output=True, text=True, check=False, timeout=timeout
+        command_line = [command("flwr"), *arguments]
+        process = subprocess.run(
+            command_line,
+            env=dict(self.env),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
         )
         try:
-            answer: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+            answer: dict[str, Any] = json.loads(process.stdout[process.stdout.index("{") :])
         except ValueError:
-            said = [
-                line for line in (done.stderr + done.stdout).splitlines() if line.strip(" │╭╮╰╯─")
+            lines = [
+                line
+                for line in (process.stderr + process.stdout).splitlines()
+                if line.strip(" │╭╮╰╯─")
             ]
             raise UserError(
-                f"flwr {arguments[0]} failed: {' '.join(' '.join(said[-4:]).split())}"
+                f"flwr {arguments[0]} failed: {' '.join(' '.join(lines[-4:]).split())}"
             ) from None
         return answer
 
@@ -205,7 +220,7 @@ def simulation_link(home: Path) -> Iterator[Link]:
     arguments = ["--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
     with (
         (home / "superlink.log").open("wb") as log,
-        owned(
+        owned_process(
             [command("flower-superlink"), *arguments, "--disable-runtime-dependency-installation"],
             env,
             log,
@@ -222,16 +237,16 @@ def simulation_link(home: Path) -> Iterator[Link]:
 
 
 @contextmanager
-def owned(
+def owned_process(
     arguments: Sequence[str], env: Mapping[str, str], log: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that does not outlive the block, nor do its children."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     # Ray's processes leave the group; what they inherit stays with them
-    marked = {**env, "FEDNORO_OWNER": mark}
-    with _ended_by_sigterm():
+    marked_env = {**env, "FEDNORO_OWNER": mark}
+    with _orderly_sigterm():
         process = subprocess.Popen(
-            arguments, env=marked, stdout=log, stderr=log, start_new_session=True
+            arguments, env=marked_env, stdout=log, stderr=log, start_new_session=True
         )
         try:
             yield process
@@ -240,50 +255,50 @@ def owned(
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _orderly_sigterm() -> Iterator[None]:
     """Lets SIGTERM end this process the orderly way, so that nothing
     that it owns is left behind.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    old_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    for last, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        _signal(process, mark, last)
+    for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        _signal(process, mark, number)
         deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and (process.poll() is None or _marked(mark)):
+        while time.monotonic() < deadline and (process.poll() is None or _marked_processes(mark)):
             time.sleep(0.05)
 
 
 def _signal(process: subprocess.Popen[bytes], mark: str, number: int) -> None:
     if process.poll() is None:
         os.killpg(process.pid, number)
-    for pid in _marked(mark):
+    for pid in _marked_processes(mark):
         try:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
 
 
-def _marked(mark: str) -> list[int]:
+def _marked_processes(mark: str) -> list[int]:
     """Processes that were started from an owned one; where there is
     no /proc, the group has to do.
     """
-    wanted, found = f"FEDNORO_OWNER={mark}".encode(), []
+    variable, pids = f"FEDNORO_OWNER={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+            if variable in (folder / "environ").read_bytes().split(b"\0"):
+                pids.append(int(folder.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def healthy(port: int) -> bool:

@@ -21,7 +21,7 @@ from rich.text import Text
 from fednoro.audit.audit_files import site_table
 from fednoro.audit.estimates import Estimate, SiteFinding
 from fednoro.core.types import UserError
-from fednoro.experiment.config.configuration import Config, anchored, as_tree, resolve
+from fednoro.experiment.config.configuration import Config, as_tree, resolve, with_absolute_paths
 from fednoro.experiment.drive import load
 from fednoro.experiment.simulation import free_folder
 from fednoro.experiment.watch.terminal import Terminal
@@ -33,7 +33,7 @@ Values = dict[str, str | int | float]
 ASK_EVERY = (3.0, 15.0)
 
 
-GIVE_UP = 300.0  # seconds without a SuperLink; a service that restarts it takes less
+GIVE_UP_AFTER = 300.0  # seconds without a SuperLink; a service that restarts it takes less
 
 
 class RunFailedError(Exception):
@@ -44,19 +44,19 @@ class RunLostError(Exception):
     """The SuperLink is away, so nobody can say what becomes of the run."""
 
 
-def ordered(
-    items: Sequence[str], given: Mapping[str, int | float | None]
+def read_items(
+    items: Sequence[str], options: Mapping[str, int | float | None]
 ) -> tuple[Config | None, Path | None, Values]:
     """A configuration, an app folder and the run-config, from a preset, a file or
     an app folder with overrides.
 
     An app that is not fednoro's own has no configuration of ours.
     """
-    plain, overrides = [i for i in items if "=" not in i], [i for i in items if "=" in i]
-    if len(plain) > 1:
-        raise UserError(f"one preset, file or app folder at a time, got {' and '.join(plain)}")
-    values: Values = {key: value for key, value in given.items() if value is not None}
-    source: Any = (plain or ["digits"])[0]
+    sources, overrides = [i for i in items if "=" not in i], [i for i in items if "=" in i]
+    if len(sources) > 1:
+        raise UserError(f"one preset, file or app folder at a time, got {' and '.join(sources)}")
+    values: Values = {key: value for key, value in options.items() if value is not None}
+    source: Any = (sources or ["digits"])[0]
     app = Path(source).expanduser()
     if not app.is_dir():
         return resolve(source, overrides), None, values
@@ -67,14 +67,14 @@ def ordered(
                 f"{app} is an app of its own: it takes no {overrides[0]}; use flwr run --run-config"
             )
         return None, app, values
-    kept = {key: value for key, value in table.get("config", {}).items() if key in DEFAULTS}
-    text, source = kept.pop("fednoro", ""), kept.pop("fednoro-config", "")
-    kept.pop("resume", None)
+    app_values = {key: value for key, value in table.get("config", {}).items() if key in DEFAULTS}
+    text, source = app_values.pop("fednoro", ""), app_values.pop("fednoro-config", "")
+    app_values.pop("resume", None)
     if not text and not source:
         raise UserError(
             f"{app / 'pyproject.toml'} names no configuration: set fednoro or fednoro-config"
         )
-    return resolve(json.loads(text) if text else source, overrides), app, {**kept, **values}
+    return resolve(json.loads(text) if text else source, overrides), app, {**app_values, **values}
 
 
 def _app_table(app: Path) -> dict[str, Any]:
@@ -89,11 +89,11 @@ def _app_table(app: Path) -> dict[str, Any]:
         ) from error
 
 
-def placed(config: Config) -> tuple[Config, Path]:
+def with_run_folder(config: Config) -> tuple[Config, Path]:
     """The configuration with a run folder of its own, by absolute paths:
     others will read it elsewhere.
     """
-    config = anchored(config)
+    config = with_absolute_paths(config)
     folder = free_folder(config).expanduser().absolute()
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another name=, or resume it")
@@ -110,9 +110,9 @@ class Follower:
 
     def __init__(self, console: Console, folder: Path, rounds: int, quiet: bool) -> None:
         self.console, self.folder, self.rounds, self.quiet = console, folder, rounds, quiet
-        self._read, self._best = 0, 0.0
+        self._offset, self._best = 0, 0.0
         self._seconds: list[float] = []
-        self._refused: dict[str, str] = {}
+        self._refusals: dict[str, str] = {}
         self._bar: Progress | None = None
         if console.is_terminal and not quiet:
             self._bar = Progress(
@@ -129,28 +129,29 @@ class Follower:
 
     def look(self) -> None:
         """Shows what is new."""
-        self._show_refused()
+        self._show_refusals()
         log = self.folder / "rounds.jsonl"
         try:
             with log.open("rb") as file:
-                file.seek(self._read)
-                new = file.read()
+                file.seek(self._offset)
+                new_bytes = file.read()
         except OSError:
             return
-        *whole, _ = new.split(b"\n")
-        self._read += sum(len(line) + 1 for line in whole)
-        for line in whole:
+        *complete_lines, _ = new_bytes.split(b"\n")
+        self._offset += sum(len(line) + 1 for line in complete_lines)
+        for line in complete_lines:
             self._show(json.loads(line))
 
-    def _show_refused(self) -> None:
+    def _show_refusals(self) -> None:
         try:
-            found = json.loads((self.folder / "sites.json").read_text(encoding="utf-8"))["refused"]
+            text = (self.folder / "sites.json").read_text(encoding="utf-8")
+            refusals = json.loads(text)["refused"]
         except (OSError, ValueError):
             return
-        for site, reason in found.items():
-            if self._refused.get(site) != reason:
+        for site, reason in refusals.items():
+            if self._refusals.get(site) != reason:
                 self._warn(f"site {site} is refused: {reason}")
-        self._refused = found
+        self._refusals = refusals
 
     def _warn(self, message: str) -> None:
         self.console.print(
@@ -170,10 +171,10 @@ class Follower:
                 self._task, completed=record["round"], description=record["stage"], figures=figures
             )
             return
-        left = statistics.mean(self._seconds[-10:]) * (self.rounds - record["round"])
+        remaining_seconds = statistics.mean(self._seconds[-10:]) * (self.rounds - record["round"])
         line = (
             f"round {record['round']:>3}/{self.rounds}  "
-            f"{record['stage']:<22}  {figures}  ETA {left:.0f} s"
+            f"{record['stage']:<22}  {figures}  ETA {remaining_seconds:.0f} s"
         )
         self.console.print(line, highlight=False, soft_wrap=True)
 
@@ -182,7 +183,7 @@ class Follower:
         return (self.folder / "result.json").exists()
 
     @property
-    def again(self) -> str:
+    def resume_command(self) -> str:
         """The command that goes on."""
         return f"fednoro resume {self.folder}"
 
@@ -205,10 +206,12 @@ class AuditFollower(Follower):
     def look(self) -> None:
         super().look()
         try:
-            *whole, _ = (self.folder / "clients.csv").read_text(encoding="utf-8").split("\n")
+            *complete_lines, _ = (
+                (self.folder / "clients.csv").read_text(encoding="utf-8").split("\n")
+            )
         except OSError:
             return
-        last = tuple(whole[-1].split(",")[:2]) if len(whole) > 1 else ("", "")
+        last = tuple(complete_lines[-1].split(",")[:2]) if len(complete_lines) > 1 else ("", "")
         if len(last) < 2 or last == self._last or self.quiet:
             return
         number, task = self._last = (last[0], last[1])
@@ -220,23 +223,23 @@ class AuditFollower(Follower):
             )
 
     @property
-    def again(self) -> str:
+    def resume_command(self) -> str:
         return f"fednoro flower audit {self.folder.parents[1]}, with the same options"
 
     def tell(self) -> None:
         if self.quiet:
             return
         page = self.folder.parent
-        found = json.loads((page / "audit.json").read_text(encoding="utf-8"))
+        audit = json.loads((page / "audit.json").read_text(encoding="utf-8"))
         key = json.loads((self.folder / "flower.json").read_text(encoding="utf-8"))["run"]
         sites = [
             SiteFinding(**{**row, "estimate": row["estimate"] and Estimate(**row["estimate"])})
-            for row in found["sites"]
+            for row in audit["sites"]
         ]
-        warned = (found[name] for name in ("otherwise", "unjudged", "doubt"))
-        lines = [f"{found['headline']}. {found['lead']}", found["how"], *filter(None, warned)]
-        if found["without_answer"]:
-            lines.append(f"without an answer: {', '.join(map(plain, found['without_answer']))}")
+        cautions = (audit[name] for name in ("otherwise", "unjudged", "doubt"))
+        lines = [f"{audit['headline']}. {audit['lead']}", audit["how"], *filter(None, cautions)]
+        if audit["without_answer"]:
+            lines.append(f"without an answer: {', '.join(map(plain, audit['without_answer']))}")
         lines += [
             f"page: {page / 'index.html'}",
             f"letters: at each site, in audits/{key} of its memory folder",
@@ -248,7 +251,7 @@ def follow(link: Link, run: int, follower: Follower | None) -> Status:
     """Waits for the end of a run; raises where it did not complete, or its SuperLink
     stays away. Ctrl-C stops it.
     """
-    began = asked = heard = time.monotonic()
+    start = last_query = last_answer = time.monotonic()
     status = Status("")
     try:
         while not status.over:
@@ -256,14 +259,14 @@ def follow(link: Link, run: int, follower: Follower | None) -> Status:
             if follower is not None:
                 follower.look()
             done = follower is not None and follower.done
-            patience = 1.0 if done else min(ASK_EVERY[0] + (asked - began) / 10, ASK_EVERY[1])
-            if time.monotonic() - asked > patience:
+            patience = 1.0 if done else min(ASK_EVERY[0] + (last_query - start) / 10, ASK_EVERY[1])
+            if time.monotonic() - last_query > patience:
                 try:
                     status = link.status(run)
-                    heard = time.monotonic()
+                    last_answer = time.monotonic()
                 except UnreachableError as error:
-                    _check_patience(run, time.monotonic() - heard, error)
-                asked = time.monotonic()
+                    _check_patience(run, time.monotonic() - last_answer, error)
+                last_query = time.monotonic()
     except KeyboardInterrupt:
         link.stop(run)
         raise
@@ -278,9 +281,9 @@ def follow(link: Link, run: int, follower: Follower | None) -> Status:
     return status
 
 
-def _check_patience(run: int, waited: float, error: UnreachableError) -> None:
-    if waited >= GIVE_UP:
+def _check_patience(run: int, elapsed: float, error: UnreachableError) -> None:
+    if elapsed >= GIVE_UP_AFTER:
         raise RunLostError(
-            f"the SuperLink could not be asked about run {run} for {waited:.0f} s: {error} If it "
+            f"the SuperLink could not be asked about run {run} for {elapsed:.0f} s: {error} If it "
             "went down, the run has failed: start it again, then carry the run on"
         ) from error

@@ -19,9 +19,9 @@ from fednoro.flower.ops.certificates import load_certificate, names_in, public_k
 from fednoro.flower.ops.checks import Check, failed, ok, warning
 
 TIMEOUT = 10.0  # seconds, for each step
-SOON = timedelta(days=30)
+EXPIRES_SOON = timedelta(days=30)
 # Flower refuses a node whose clock is further ahead, or further behind, than this.
-AHEAD, BEHIND = timedelta(seconds=5), timedelta(seconds=305)
+MOST_AHEAD, MOST_BEHIND = timedelta(seconds=5), timedelta(seconds=305)
 
 
 def inspect_ca(file: Path) -> Iterator[Check]:
@@ -45,7 +45,7 @@ def inspect_ca(file: Path) -> Iterator[Check]:
         )
     elif certificate.not_valid_before_utc > now:
         yield failed("ca", f"{file} is not valid yet", "set this machine's clock (NTP)")
-    elif expires - now < SOON:
+    elif expires - now < EXPIRES_SOON:
         yield warning(
             "ca", f"{file} expires on {expires:%Y-%m-%d}", "ask the coordinator for a new ca.crt"
         )
@@ -55,14 +55,14 @@ def inspect_ca(file: Path) -> Iterator[Check]:
 
 def inspect_key(file: Path) -> Iterator[Check]:
     """The private key that tells the SuperLink which site this is."""
-    again = "make one with: ssh-keygen -t ecdsa -b 384 -N '' -f KEY"
+    new_key_advice = "make one with: ssh-keygen -t ecdsa -b 384 -N '' -f KEY"
     try:
         content = file.read_bytes()
     except OSError as error:
         yield failed(
             "key",
             f"{file} cannot be read: {error.strerror or error}",
-            "name the site's private key, or " + again,
+            "name the site's private key, or " + new_key_advice,
         )
         return
     if content.startswith((b"ecdsa-sha2-", b"ssh-")):
@@ -78,13 +78,15 @@ def inspect_key(file: Path) -> Iterator[Check]:
         )
         return
     except Exception as error:  # one type for each kind of damage
-        yield failed("key", f"{file} is not an OpenSSH private key ({type(error).__name__})", again)
+        yield failed(
+            "key", f"{file} is not an OpenSSH private key ({type(error).__name__})", new_key_advice
+        )
         return
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        yield failed("key", f"{file} is not an elliptic-curve key", again)
+        yield failed("key", f"{file} is not an elliptic-curve key", new_key_advice)
         return
     if key.curve.name != "secp384r1":
-        yield warning("key", f"{file} is on {key.curve.name}, not P-384", again)
+        yield warning("key", f"{file} is on {key.curve.name}, not P-384", new_key_advice)
     if stat.S_IMODE(file.stat().st_mode) & 0o077:
         yield failed("key", f"others can read {file}", f"chmod 600 {file}")
         return
@@ -137,7 +139,7 @@ def _inspect_tls(plain: socket.socket, host: str, ca: Path | None) -> Iterator[C
     try:
         secure = context.wrap_socket(plain, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
-        yield _refused(error, host, address)
+        yield _certificate_problem(error, host, address)
         return
     except OSError as error:
         yield failed(
@@ -148,13 +150,15 @@ def _inspect_tls(plain: socket.socket, host: str, ca: Path | None) -> Iterator[C
         return
     with secure:
         expires = parsedate_to_datetime(str((secure.getpeercert() or {})["notAfter"]))
-        left = expires.astimezone(UTC) - datetime.now(UTC)
-        if left < SOON:
+        remaining = expires.astimezone(UTC) - datetime.now(UTC)
+        if remaining < EXPIRES_SOON:
             advice = (
                 "the coordinator renews it: fednoro flower certs DIR --host … "
                 "--force, and restarts the SuperLink"
             )
-            yield warning("tls", f"the SuperLink's certificate expires in {left.days} days", advice)
+            yield warning(
+                "tls", f"the SuperLink's certificate expires in {remaining.days} days", advice
+            )
         else:
             yield ok(
                 "tls", f"{secure.version()}, certificate for {host} valid until {expires:%Y-%m-%d}"
@@ -162,16 +166,18 @@ def _inspect_tls(plain: socket.socket, host: str, ca: Path | None) -> Iterator[C
         yield from _inspect_clock(secure, host)
 
 
-def _refused(error: ssl.SSLCertVerificationError, host: str, address: tuple[str, int]) -> Check:
+def _certificate_problem(
+    error: ssl.SSLCertVerificationError, host: str, address: tuple[str, int]
+) -> Check:
     reason = error.verify_message or str(error)
     if error.verify_code in (62, 64):
         # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
-        found = ", ".join(_names_at(address)) or "no name at all"
+        names = ", ".join(_names_at(address)) or "no name at all"
         advice = (
             "use one of those names, or the coordinator renews it: fednoro flower "
             f"certs DIR --host {host} --force"
         )
-        return failed("tls", f"the SuperLink's certificate is for {found}, not for {host}", advice)
+        return failed("tls", f"the SuperLink's certificate is for {names}, not for {host}", advice)
     if error.verify_code == 10:  # X509_V_ERR_CERT_HAS_EXPIRED
         advice = (
             "the coordinator renews it: fednoro flower certs DIR --host … "
@@ -201,11 +207,11 @@ def _names_at(address: tuple[str, int]) -> list[str]:
 
 
 def _inspect_clock(secure: ssl.SSLSocket, host: str) -> Iterator[Check]:
-    asking = http.client.HTTPConnection(host, timeout=TIMEOUT)
-    asking.sock = secure
+    connection = http.client.HTTPConnection(host, timeout=TIMEOUT)
+    connection.sock = secure
     try:
-        asking.request("HEAD", "/")
-        date = asking.getresponse().getheader("Date")
+        connection.request("HEAD", "/")
+        date = connection.getresponse().getheader("Date")
     except (OSError, http.client.HTTPException) as error:
         yield failed(
             "clock", f"{host} does not speak HTTP ({error})", "is that a SuperLink of Flower 1.41?"
@@ -217,7 +223,7 @@ def _inspect_clock(secure: ssl.SSLSocket, host: str) -> Iterator[Check]:
         )
         return
     ahead = datetime.now(UTC) - parsedate_to_datetime(date)
-    if -BEHIND < ahead < AHEAD:
+    if -MOST_BEHIND < ahead < MOST_AHEAD:
         yield ok("clock", "agrees with the SuperLink's")
         return
     side = "ahead of" if ahead > timedelta(0) else "behind"

@@ -28,9 +28,9 @@ from fednoro.flower.ops.checks import Check, failed, few, ok, size, warning
 from fednoro.models import initialise
 
 SAMPLE = 200  # images that are decoded to see whether they can be read
-TINY = 5  # images: a class with fewer teaches little, and its mean loss says much about each
-PROGRAM = 900e6  # bytes that Python, torch and Flower take before there is a model
-MEMORY_FOLDER = 100e6  # bytes that must be free for what methods keep between rounds
+TINY_CLASS = 5  # images: a class with fewer teaches little, and its mean loss says much about each
+PROGRAM_BYTES = 900e6  # bytes that Python, torch and Flower take before there is a model
+MEMORY_FOLDER_BYTES = 100e6  # bytes that must be free for what methods keep between rounds
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def inspect_data(source: Source, full: bool, seed: int = 0) -> Iterator[Check | 
     """The images: listed, and some or all of them read. Yields what it found out at the end."""
     if not isinstance(source, Preparable):
         dataset = source.load(seed)
-        found = Counter(dataset.classes[c] for c in dataset.labels.tolist())
-        holding = Holding(dataset.classes, found, tuple(dataset.images.shape[1:]))
-        yield ok("data", f"{holding.images} images of {_size(holding)}, read and checked")
+        counts = Counter(dataset.classes[c] for c in dataset.labels.tolist())
+        holding = Holding(dataset.classes, counts, tuple(dataset.images.shape[1:]))
+        yield ok("data", f"{holding.images} images of {_image_size(holding)}, read and checked")
         yield holding
         return
     plan = source.plan()
@@ -65,67 +65,75 @@ def inspect_data(source: Source, full: bool, seed: int = 0) -> Iterator[Check | 
     yield holding
 
 
-def _inspect_cache(source: Source, needed: int) -> Iterator[Check]:
+def _inspect_cache(source: Source, cache_bytes: int) -> Iterator[Check]:
     home = home_folder(getattr(source, "cache", None))
-    problem = _not_writable(home)
+    problem = _write_problem(home)
     if problem:
         advice = "choose another folder with data.cache in site.yaml, or FEDNORO_CACHE"
         yield failed("disk", f"the image cache {home} cannot be written: {problem}", advice)
         return
-    free = shutil.disk_usage(_existing(home)).free
-    if free < needed:
+    free = shutil.disk_usage(_nearest_existing(home)).free
+    if free < cache_bytes:
         advice = "free some, or choose another folder with data.cache in site.yaml"
         yield failed(
-            "disk", f"the image cache needs {size(needed)} in {home}, {size(free)} are free", advice
+            "disk",
+            f"the image cache needs {size(cache_bytes)} in {home}, {size(free)} are free",
+            advice,
         )
-    elif free < 2 * needed:
+    elif free < 2 * cache_bytes:
         yield warning(
             "disk",
-            f"the image cache takes {size(needed)} of {size(free)} free in {home}",
+            f"the image cache takes {size(cache_bytes)} of {size(free)} free in {home}",
             "free some",
         )
     else:
-        yield ok("disk", f"{size(free)} free in {home}, the image cache takes {size(needed)}")
+        yield ok("disk", f"{size(free)} free in {home}, the image cache takes {size(cache_bytes)}")
 
 
 def _read_some(plan: Plan, holding: Holding) -> Iterator[Check]:
     records = plan.recipe.records
     step = max(1, len(records) // SAMPLE)
-    broken = []
+    broken_images = []
     for record in records[::step]:
         try:
             plan.decode(plan.recipe.tree.read(record.path))
         except Exception as error:  # decoders raise a type of their own for each kind of damage
-            broken.append(
+            broken_images.append(
                 f"{record.path} "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__})"
             )
-    tried = len(records[::step])
-    yield _verdict(
-        f"{len(records)} images of {_size(holding)}, {tried} of them read", broken, tried
+    attempts = len(records[::step])
+    yield _image_check(
+        f"{len(records)} images of {_image_size(holding)}, {attempts} of them read",
+        broken_images,
+        attempts,
     )
-    yield from _left_out([name for name, _ in plan.left_out])
+    yield from _omission_warning([name for name, _ in plan.omissions])
 
 
 def _read_all(source: Source, holding: Holding) -> Iterator[Check]:
-    done = prepare_cache(source)
-    skipped = [f"{entry['path']} ({entry['reason']})" for entry in done.skipped]
-    kept = sum(done.counts.values())
-    broken = skipped[len(skipped) - (holding.images - kept) :]
-    yield _verdict(f"{kept} images of {_size(holding)} in {done.folder}", broken, holding.images)
-    yield from _left_out(skipped[: len(skipped) - len(broken)])
+    cache = prepare_cache(source)
+    skipped_files = [f"{entry['path']} ({entry['reason']})" for entry in cache.skipped]
+    image_count = sum(cache.counts.values())
+    broken_images = skipped_files[len(skipped_files) - (holding.images - image_count) :]
+    yield _image_check(
+        f"{image_count} images of {_image_size(holding)} in {cache.folder}",
+        broken_images,
+        holding.images,
+    )
+    yield from _omission_warning(skipped_files[: len(skipped_files) - len(broken_images)])
 
 
-def _verdict(message: str, broken: Sequence[str], tried: int) -> Check:
-    if not broken:
+def _image_check(message: str, broken_images: Sequence[str], attempts: int) -> Check:
+    if not broken_images:
         return ok("data", message)
-    found = f"{message}; {len(broken)} could not be: {few(broken, 3)}"
-    if 2 * len(broken) > tried:
-        return failed("data", found, "export the images again as JPEG, PNG or DICOM")
-    return warning("data", found, "export those again; they are left out otherwise")
+    finding = f"{message}; {len(broken_images)} could not be: {few(broken_images, 3)}"
+    if 2 * len(broken_images) > attempts:
+        return failed("data", finding, "export the images again as JPEG, PNG or DICOM")
+    return warning("data", finding, "export those again; they are left out otherwise")
 
 
-def _left_out(names: Sequence[str]) -> Iterator[Check]:
+def _omission_warning(names: Sequence[str]) -> Iterator[Check]:
     if names:
         advice = (
             "nothing to do unless they are images: then see data.csv and "
@@ -135,30 +143,33 @@ def _left_out(names: Sequence[str]) -> Iterator[Check]:
 
 
 def inspect_labels(
-    holding: Holding, wanted: Sequence[str] | None, min_count: int, epsilon: float | None
+    holding: Holding,
+    federation_classes: Sequence[str] | None,
+    min_count: int,
+    epsilon: float | None,
 ) -> Iterator[Check]:
     """Class names against the federation's, missing and tiny
     classes, and what would be withheld.
     """
     counts = {name: holding.counts.get(name, 0) for name in holding.classes}
-    if wanted is None:
+    if federation_classes is None:
         advice = "give them with --classes or --run-config to compare"
         yield warning(
             "classes",
             f"the federation's class names are not known; here: {few(counts, 12)}",
             advice,
         )
-    elif tuple(wanted) == holding.classes:
-        yield ok("classes", f"the federation's {len(wanted)}, in its order")
+    elif tuple(federation_classes) == holding.classes:
+        yield ok("classes", f"the federation's {len(federation_classes)}, in its order")
     else:
-        yield _mismatch(holding.classes, wanted)
+        yield _mismatch(holding.classes, federation_classes)
     missing = [name for name, count in counts.items() if not count]
-    tiny = [f"{name} ({count})" for name, count in counts.items() if 0 < count < TINY]
-    held = len(counts) - len(missing)
-    if held < 2:
+    tiny = [f"{name} ({count})" for name, count in counts.items() if 0 < count < TINY_CLASS]
+    class_count = len(counts) - len(missing)
+    if class_count < 2:
         yield warning(
             "labels",
-            f"images of {held} class only",
+            f"images of {class_count} class only",
             "a site with one class learns and shows little",
         )
     elif missing:
@@ -172,54 +183,55 @@ def inspect_labels(
             "min_count in site.yaml keeps their losses at home; check "
             "that they are no slips of the pen"
         )
-        yield warning("labels", f"fewer than {TINY} images of {few(tiny)}", advice)
+        yield warning("labels", f"fewer than {TINY_CLASS} images of {few(tiny)}", advice)
     if not missing and not tiny:
         yield ok("labels", f"{min(counts.values())} to {max(counts.values())} images in each class")
     yield from _inspect_privacy(counts, min_count, epsilon)
 
 
-def _mismatch(here: tuple[str, ...], wanted: Sequence[str]) -> Check:
+def _mismatch(site_classes: tuple[str, ...], federation_classes: Sequence[str]) -> Check:
     advice = (
-        f"set data.classes in site.yaml to [{', '.join(wanted)}], in this "
+        f"set data.classes in site.yaml to [{', '.join(federation_classes)}], in this "
         "order, and rename labels to match"
     )
-    if unknown := [name for name in here if name not in wanted]:
+    if unknown_classes := [name for name in site_classes if name not in federation_classes]:
         return failed(
             "classes",
-            f"the federation has no class {few(unknown)}; it has {few(wanted, 12)}",
+            f"the federation has no class {few(unknown_classes)}; "
+            f"it has {few(federation_classes, 12)}",
             advice,
         )
-    if lost := [name for name in wanted if name not in here]:
-        return failed("classes", f"{few(lost)} not among the classes here", advice)
-    return failed("classes", f"the order differs: here {few(here, 12)}", advice)
+    if lost_classes := [name for name in federation_classes if name not in site_classes]:
+        return failed("classes", f"{few(lost_classes)} not among the classes here", advice)
+    return failed("classes", f"the order differs: here {few(site_classes, 12)}", advice)
 
 
 def _inspect_privacy(
     counts: Mapping[str, int], min_count: int, epsilon: float | None
 ) -> Iterator[Check]:
-    withheld = [name for name, count in counts.items() if 0 < count < min_count]
-    sent = [name for name, count in counts.items() if count and count >= min_count]
-    if not sent:
+    withheld_classes = [name for name, count in counts.items() if 0 < count < min_count]
+    sent_classes = [name for name, count in counts.items() if count and count >= min_count]
+    if not sent_classes:
         message = f"no class has min_count = {min_count} images: this site could never be judged"
         yield failed(
             "privacy",
             message,
             "it would be treated as noisy throughout; lower min_count in site.yaml",
         )
-    elif withheld:
+    elif withheld_classes:
         yield warning(
             "privacy",
-            f"losses of {few(withheld)} are withheld",
+            f"losses of {few(withheld_classes)} are withheld",
             "wanted, if you set min_count; gaps make the verdict on this site less sure",
         )
     elif min_count or epsilon is not None:
-        yield ok("privacy", f"losses of all {len(sent)} classes are sent")
-    if epsilon is not None and sent:
-        least = min(counts[name] for name in sent)
-        share = 1 / (least * epsilon)
+        yield ok("privacy", f"losses of all {len(sent_classes)} classes are sent")
+    if epsilon is not None and sent_classes:
+        smallest_count = min(counts[name] for name in sent_classes)
+        share = 1 / (smallest_count * epsilon)
         if share > 0.25:
             message = (
-                f"ε = {epsilon:g} and {least} images blur the smallest class by "
+                f"ε = {epsilon:g} and {smallest_count} images blur the smallest class by "
                 f"{share:.0%} of the range of losses"
             )
             yield warning(
@@ -231,19 +243,19 @@ def _inspect_privacy(
 
 def inspect_memory_folder(folder: Path) -> Iterator[Check]:
     """Where methods keep what they remember between rounds."""
-    if problem := _not_writable(folder):
+    if problem := _write_problem(folder):
         yield failed(
             "disk",
             f"the memory folder {folder} cannot be written: {problem}",
             "set memory in site.yaml",
         )
         return
-    free = shutil.disk_usage(_existing(folder)).free
-    if free < MEMORY_FOLDER:
+    free = shutil.disk_usage(_nearest_existing(folder)).free
+    if free < MEMORY_FOLDER_BYTES:
         yield failed(
             "disk",
             f"{size(free)} free in the memory folder {folder}",
-            f"free {size(MEMORY_FOLDER)}",
+            f"free {size(MEMORY_FOLDER_BYTES)}",
         )
     else:
         yield ok("disk", f"the memory folder {folder} can be written, {size(free)} free")
@@ -272,19 +284,19 @@ def inspect_device(name: str) -> Iterator[Check]:
 
 def inspect_memory(config: Config, holding: Holding, device: str) -> Iterator[Check]:
     """Whether the run's model and batch fit, by an estimate that is rather too large."""
-    needed, parameters = _needed(config, holding)
+    needed_bytes, parameters = _memory_estimate(config, holding)
     what = f"a model of {parameters / 1e6:.1f} million weights in batches of {config.train.batch}"
     advice = "ask the coordinator for a smaller model or train.batch, or add memory"
     on_gpu = torch.cuda.is_available() and device != "cpu"
     images = holding.images * math.prod(holding.shape)
     if on_gpu:
         free, _ = torch.cuda.mem_get_info()
-        yield _fits("GPU memory", needed + images, free, what, advice)
-        needed = 4 * 4 * parameters
-    yield _fits("memory", PROGRAM + needed, _available(), what, advice)
+        yield _memory_check("GPU memory", needed_bytes + images, free, what, advice)
+        needed_bytes = 4 * 4 * parameters
+    yield _memory_check("memory", PROGRAM_BYTES + needed_bytes, _available_memory(), what, advice)
 
 
-def _needed(config: Config, holding: Holding) -> tuple[float, int]:
+def _memory_estimate(config: Config, holding: Holding) -> tuple[float, int]:
     height, width, channels = holding.shape
     inputs = config.model.inputs(channels)
     net = initialise(config.model, inputs, len(holding.classes), seed=0).eval()
@@ -309,16 +321,20 @@ def _needed(config: Config, holding: Holding) -> tuple[float, int]:
     return 4.0 * (8 * parameters + 2 * outputs * config.train.batch), parameters
 
 
-def _fits(name: str, needed: float, free: float, what: str, advice: str) -> Check:
-    message = f"{what} takes about {size(needed)}, {size(free)} are free"
-    if needed > free:
+def _memory_check(
+    name: str, needed_bytes: float, free_bytes: float, what: str, advice: str
+) -> Check:
+    message = f"{what} takes about {size(needed_bytes)}, {size(free_bytes)} are free"
+    if needed_bytes > free_bytes:
         return failed(name, message, advice)
     return (
-        warning(name, message, "close other programs") if 2 * needed > free else ok(name, message)
+        warning(name, message, "close other programs")
+        if 2 * needed_bytes > free_bytes
+        else ok(name, message)
     )
 
 
-def _available() -> float:
+def _available_memory() -> float:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return 1024.0 * next(
@@ -336,52 +352,53 @@ def inspect_packages() -> Iterator[Check]:
     """Python and the packages that every site of a federation must have alike."""
     from packaging.requirements import Requirement
 
-    wanted = {}
+    requirements = {}
     for line in requires("fednoro") or []:
-        need = Requirement(line)
-        if need.marker is None or need.marker.evaluate({"extra": "flower"}):
-            wanted[need.name] = need
-    wrong = []
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "flower"}):
+            requirements[requirement.name] = requirement
+    problems = []
     for name in ("flwr", "torch", "numpy", "scikit-learn", "safetensors"):
         try:
-            found = version(name)
+            package_version = version(name)
         except PackageNotFoundError:
-            wrong.append(f"{name} is missing")
+            problems.append(f"{name} is missing")
             continue
-        if name in wanted and not wanted[name].specifier.contains(
-            found.partition("+")[0], prereleases=True
+        if name in requirements and not requirements[name].specifier.contains(
+            package_version.partition("+")[0], prereleases=True
         ):
-            wrong.append(f"{name} {found} is not {wanted[name].specifier}")
-    if wrong:
+            problems.append(f"{name} {package_version} is not {requirements[name].specifier}")
+    if problems:
         yield failed(
-            "packages", "; ".join(wrong), "pip install 'fednoro[flower]' in a fresh environment"
+            "packages", "; ".join(problems), "pip install 'fednoro[flower]' in a fresh environment"
         )
         return
-    told = ", ".join(f"{name} {version(name)}" for name in ("fednoro", "flwr", "torch"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("fednoro", "flwr", "torch"))
     yield ok(
         "packages",
-        f"Python {sys.version.split()[0]}, {told}; fednoro and flwr must be the coordinator's too",
+        f"Python {sys.version.split()[0]}, {versions}; "
+        "fednoro and flwr must be the coordinator's too",
     )
 
 
-def _not_writable(folder: Path) -> str:
+def _write_problem(folder: Path) -> str:
     """Why nothing can be written there; empty where it can. Nothing is left behind."""
-    there = _existing(folder)
-    if not there.is_dir():
-        return f"{there} is not a folder"
+    existing_folder = _nearest_existing(folder)
+    if not existing_folder.is_dir():
+        return f"{existing_folder} is not a folder"
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing_folder):
             return ""
     except OSError as error:
         return error.strerror or str(error)
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     """The folder itself or, where it is yet to be made, the nearest one above it."""
     folder = folder.expanduser().absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _size(holding: Holding) -> str:
+def _image_size(holding: Holding) -> str:
     height, width, channels = holding.shape
     return f"{height}×{width}×{channels}"

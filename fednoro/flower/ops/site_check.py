@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fednoro.core.types import UserError
 from fednoro.experiment.config.configuration import Config, resolve
-from fednoro.flower.ops.checks import Check, failed, guarded, ok, warning
+from fednoro.flower.ops.checks import Check, failed, ok, run_inspection, warning
 from fednoro.flower.ops.inspect_link import inspect_ca, inspect_connection, inspect_key
 from fednoro.flower.ops.inspect_site import (
     Holding,
@@ -45,24 +45,26 @@ def check_site(
         run_config: the run's configuration (a file or a preset), for its model, batch and classes.
         full: decode all images now rather than some.
     """
-    yield from guarded("packages", inspect_packages)
-    yield from _check_own(site, classes, run_config, full)
+    yield from run_inspection("packages", inspect_packages)
+    yield from _check_settings(site, classes, run_config, full)
     if root_certificates is not None:
-        yield from guarded("ca", lambda: inspect_ca(root_certificates))
+        yield from run_inspection("ca", lambda: inspect_ca(root_certificates))
     if key is not None:
-        yield from guarded("key", lambda: inspect_key(key))
+        yield from run_inspection("key", lambda: inspect_key(key))
     if superlink is not None:
         if root_certificates is not None and not root_certificates.is_file():
             return
-        yield from guarded("connection", lambda: inspect_connection(superlink, root_certificates))
+        yield from run_inspection(
+            "connection", lambda: inspect_connection(superlink, root_certificates)
+        )
     missing = [
         name
-        for name, given in (
+        for name, value in (
             ("--superlink", superlink),
             ("--root-certificates", root_certificates),
             ("--key", key),
         )
-        if given is None
+        if value is None
     ]
     if missing:
         yield warning(
@@ -72,7 +74,7 @@ def check_site(
         )
 
 
-def _check_own(
+def _check_settings(
     site: Path, classes: Sequence[str] | None, run_config: str | None, full: bool
 ) -> Iterator[Check]:
     try:
@@ -87,24 +89,26 @@ def _check_own(
             config = resolve(run_config)
         except UserError as error:
             yield failed("run", str(error), "ask the coordinator for the configuration of the run")
-    yield from guarded("disk", lambda: inspect_memory_folder(Path(options.memory).expanduser()))
-    yield from guarded("device", lambda: inspect_device(options.device))
+    yield from run_inspection(
+        "disk", lambda: inspect_memory_folder(Path(options.memory).expanduser())
+    )
+    yield from run_inspection("device", lambda: inspect_device(options.device))
     holding: Holding | None = None
     source = resolve({"preset": "digits", "data": dict(options.data), "noise": "none"}).data
-    for found in guarded("data", lambda: inspect_data(source, full)):
-        if isinstance(found, Holding):
-            holding = found
+    for result in run_inspection("data", lambda: inspect_data(source, full)):
+        if isinstance(result, Holding):
+            holding = result
         else:
-            yield found
+            yield result
     if holding is not None:
-        yield from _check_against(holding, options, config, classes)
+        yield from _check_holding(holding, options, config, classes)
 
 
-def _check_against(
+def _check_holding(
     holding: Holding, options: SiteOptions, config: Config | None, classes: Sequence[str] | None
 ) -> Iterator[Check]:
-    wanted = classes if classes is not None else _classes_of(config)
-    yield from inspect_labels(holding, wanted, options.min_count, options.score_epsilon)
+    federation_classes = classes if classes is not None else _classes_of(config)
+    yield from inspect_labels(holding, federation_classes, options.min_count, options.score_epsilon)
     if options.audit is not None or not options.audited:
         part = (
             "takes part in audits: sums and counts are sent"
@@ -119,10 +123,10 @@ def _check_against(
             "ask the coordinator for the run's configuration",
         )
     else:
-        yield from guarded("memory", lambda: inspect_memory(config, holding, options.device))
+        yield from run_inspection("memory", lambda: inspect_memory(config, holding, options.device))
 
 
 def _classes_of(config: Config | None) -> tuple[str, ...] | None:
     """The class names that a run's configuration states, if it does."""
-    stated = None if config is None else getattr(config.data, "classes", None)
-    return tuple(stated) if isinstance(stated, tuple) else None
+    classes = None if config is None else getattr(config.data, "classes", None)
+    return tuple(classes) if isinstance(classes, tuple) else None

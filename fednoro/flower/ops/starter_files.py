@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fednoro.core.files import disk_errors, write_whole
 from fednoro.core.types import UserError
-from fednoro.experiment.config.configuration import anchored, dump, resolve
+from fednoro.experiment.config.configuration import dump, resolve, with_absolute_paths
 from fednoro.flower.ops.flwr_process import app_toml
 
 _APP_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,38}")  # Flower's rule for apps and their folders
@@ -91,7 +91,7 @@ def write_app(folder: Path, source: str, overrides: Sequence[str] = ()) -> list[
             "Flower wants an app folder's name to be letters, digits and hyphens, a letter first, "
             f"39 at most: got {folder.name!r}"
         )
-    config = anchored(resolve(source, overrides))
+    config = with_absolute_paths(resolve(source, overrides))
     config = dataclasses.replace(config, out=str(Path(config.out).expanduser().absolute()))
     with disk_errors(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -66,15 +66,15 @@ def score(net: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], classes: int)
     """
     device = next(net.parameters()).device
     was_training = net.training
-    outputs, given = [], []
+    outputs, labels = [], []
     with torch.inference_mode():
         net.eval()
         for x, y in loader:
             outputs.append(net(x.to(device)).float().cpu())
-            given.append(y.cpu())
+            labels.append(y.cpu())
     net.train(was_training)
-    if not given:
+    if not labels:
         raise UserError("score got an empty loader: it needs the site's own images")
-    means, counts = losses.per_class_losses(torch.cat(outputs), torch.cat(given).long(), classes)
+    means, counts = losses.per_class_losses(torch.cat(outputs), torch.cat(labels).long(), classes)
     small = ArrayRecord({"losses": Array(means.numpy()), "counts": Array(counts.numpy())})
     return RecordDict({"small": small, "metrics": MetricRecord({SIZE: int(counts.sum())})})

@@ -119,18 +119,20 @@ class FedNoRo(FedAvg):
     @property
     def noisy(self) -> dict[int, bool]:
         """Who was judged noisy so far, by node id."""
-        known = {} if self._state is None else verdicts(self._state)
-        return {node: known[k] for node, k in self._numbers.items() if k in known}
+        noisy_by_number = {} if self._state is None else verdicts(self._state)
+        return {
+            node: noisy_by_number[k] for node, k in self._numbers.items() if k in noisy_by_number
+        }
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Asks for scores first where some are due, then for training."""
-        state, form = self._begun()
+        state, form = self._state_and_form()
         state = replace(state, model=form.weights(arrays), round=server_round - 1)
         nodes = self._wait(grid)
-        present = tuple(sorted(nodes))
-        clients = Clients(present, draw(present, self.fraction_train, state))
+        numbers = tuple(sorted(nodes))
+        clients = Clients(numbers, draw(numbers, self.fraction_train, state))
         tasks = self.method.plan(state, clients)
         while next(iter(tasks.values())).name == "score":
             state = self._judge(state, tasks, nodes, config, grid)
@@ -145,20 +147,20 @@ class FedNoRo(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Averages by size in the warm-up, later by distance to the nearest clean site."""
-        state, form = self._begun()
-        heard = self._heard(replies, self._tasks)
-        after = self._folded(state, "train", heard, self._tasks)
-        self._state = after
-        if not heard:
+        state, form = self._state_and_form()
+        answers = self._usable_replies(replies, self._tasks)
+        new_state = self._fold(state, "train", answers, self._tasks)
+        self._state = new_state
+        if not answers:
             return None, None
         losses = [
-            (r.size, float(r.metrics[key])) for r in heard for key in r.metrics if "loss" in key
+            (r.size, float(r.metrics[key])) for r in answers for key in r.metrics if "loss" in key
         ]
         total = sum(size for size, _ in losses)
         metrics = MetricRecord(
             {"train_loss": sum(n * value for n, value in losses) / total} if total else {}
         )
-        return form.record(after.model), metrics
+        return form.record(new_state.model), metrics
 
     def summary(self) -> None:
         """Says what it is."""
@@ -166,7 +168,7 @@ class FedNoRo(FedAvg):
 
     # Inside
 
-    def _begun(self) -> tuple[State, Form]:
+    def _state_and_form(self) -> tuple[State, Form]:
         if self._state is None or self._form is None:
             raise UserError(
                 "FedNoRo has not been started: call start(grid, initial_arrays, num_rounds)"
@@ -190,33 +192,33 @@ class FedNoRo(FedAvg):
         config: ConfigRecord,
         grid: Grid,
     ) -> State:
-        _, form = self._begun()
+        _, form = self._state_and_form()
         arrays = form.record(next(iter(tasks.values())).weights)
         messages = [
             self._message(task, nodes[k], SCORE, config, arrays)
             for k, task in sorted(tasks.items())
         ]
         replies = grid.send_and_receive(messages, timeout=self._timeout)
-        after = self._folded(state, "score", self._heard(replies, tasks), tasks)
-        if "detection" in after.memo:
-            log(INFO, "after round %d: %s", after.round, after.memo["detection"]["reason"])
-        return after
+        new_state = self._fold(state, "score", self._usable_replies(replies, tasks), tasks)
+        if "detection" in new_state.memo:
+            log(INFO, "after round %d: %s", new_state.round, new_state.memo["detection"]["reason"])
+        return new_state
 
     def _message(
         self, task: Task, node: int, kind: str, config: ConfigRecord, arrays: ArrayRecord
     ) -> Message:
-        told = {**config, "server-round": task.round + 1, **task.settings}
-        if LAM in told:
-            told[TEMPERATURE] = self.method.temperature
+        site_config = {**config, "server-round": task.round + 1, **task.settings}
+        if LAM in site_config:
+            site_config[TEMPERATURE] = self.method.temperature
         content = RecordDict(
-            {self.arrayrecord_key: arrays, self.configrecord_key: ConfigRecord(told)}
+            {self.arrayrecord_key: arrays, self.configrecord_key: ConfigRecord(site_config)}
         )
         return Message(content, node, kind)
 
-    def _heard(self, replies: Iterable[Message], tasks: Mapping[int, Task]) -> list[Reply]:
+    def _usable_replies(self, replies: Iterable[Message], tasks: Mapping[int, Task]) -> list[Reply]:
         """The usable answers in the sites' order; each other one has a line in the log."""
-        _, form = self._begun()
-        screen, found = Screen(tasks, self.classes), []
+        _, form = self._state_and_form()
+        screen, answers = Screen(tasks, self.classes), []
         for message in sorted(replies, key=lambda m: self._numbers.get(m.metadata.src_node_id, -1)):
             node = message.metadata.src_node_id
             try:
@@ -227,21 +229,21 @@ class FedNoRo(FedAvg):
             if fault is not None:
                 log(WARNING, "node %d is left out: %s", node, fault)
             else:
-                found.append(reply)
-        return found
+                answers.append(reply)
+        return answers
 
-    def _folded(
-        self, state: State, name: str, heard: list[Reply], tasks: Mapping[int, Task]
+    def _fold(
+        self, state: State, name: str, answers: list[Reply], tasks: Mapping[int, Task]
     ) -> State:
         def stream() -> Iterator[Reply]:
-            yield from heard
+            yield from answers
 
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always", FedNoRoWarning)
-            after = self.method.fold(state, Replies(name, tuple(tasks), stream()))
-        for warning in caught:
+            new_state = self.method.fold(state, Replies(name, tuple(tasks), stream()))
+        for warning in caught_warnings:
             log(WARNING, "%s", warning.message)
-        return after
+        return new_state
 
 
 class Form:
@@ -250,8 +252,8 @@ class Form:
     """
 
     def __init__(self, arrays: ArrayRecord) -> None:
-        found = {name: array.numpy() for name, array in arrays.items()}
-        self.arrays = {name: (array.dtype, array.shape) for name, array in found.items()}
+        numpy_arrays = {name: array.numpy() for name, array in arrays.items()}
+        self.arrays = {name: (array.dtype, array.shape) for name, array in numpy_arrays.items()}
         self.floats = [
             name for name, (dtype, _) in self.arrays.items() if np.issubdtype(dtype, np.floating)
         ]
@@ -262,28 +264,30 @@ class Form:
 
     def weights(self, arrays: ArrayRecord) -> Weights:
         """The record as one vector; raises where it is another model's."""
-        found = {name: array.numpy() for name, array in arrays.items()}
-        if {name: array.shape for name, array in found.items()} != {
+        numpy_arrays = {name: array.numpy() for name, array in arrays.items()}
+        if {name: array.shape for name, array in numpy_arrays.items()} != {
             n: shape for n, (_, shape) in self.arrays.items()
         }:
             raise ValueError("it sent arrays of other names or shapes than the model's")
-        values = np.concatenate([found[name].ravel().astype(np.float32) for name in self.floats])
-        counters = [found[name].ravel().astype(np.int64) for name in self.others]
-        whole = np.concatenate(counters) if counters else np.empty(0, np.int64)
-        return Weights(torch.from_numpy(values), torch.from_numpy(whole), self.segments)
+        values = np.concatenate(
+            [numpy_arrays[name].ravel().astype(np.float32) for name in self.floats]
+        )
+        counters = [numpy_arrays[name].ravel().astype(np.int64) for name in self.others]
+        all_counters = np.concatenate(counters) if counters else np.empty(0, np.int64)
+        return Weights(torch.from_numpy(values), torch.from_numpy(all_counters), self.segments)
 
     def record(self, weights: Weights) -> ArrayRecord:
         """The vector as the record that it came from."""
         flat = {True: weights.values.numpy(), False: weights.counters.numpy()}
-        start, found = {True: 0, False: 0}, dict[str, Array]()
+        start, named_arrays = {True: 0, False: 0}, dict[str, Array]()
         for name in (*self.floats, *self.others):
-            kind = name in self.floats
+            is_float = name in self.floats
             dtype, shape = self.arrays[name]
             size = math.prod(shape)
-            part = flat[kind][start[kind] : start[kind] + size]
-            start[kind] += size
-            found[name] = Array(part.astype(dtype).reshape(shape))
-        return ArrayRecord({name: found[name] for name in self.arrays})
+            part = flat[is_float][start[is_float] : start[is_float] + size]
+            start[is_float] += size
+            named_arrays[name] = Array(part.astype(dtype).reshape(shape))
+        return ArrayRecord({name: named_arrays[name] for name in self.arrays})
 
 
 def _reply(client: int, message: Message, form: Form) -> Reply:

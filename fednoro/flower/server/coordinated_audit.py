@@ -22,18 +22,18 @@ from flwr.common import log
 from flwr.serverapp import Grid
 
 from fednoro.audit.audit_files import write_page
-from fednoro.audit.audit_method import Audit, Sent
+from fednoro.audit.audit_method import Answers, Audit
 from fednoro.audit.coordinator_page import Account
 from fednoro.audit.estimates import findings
-from fednoro.audit.simulated_audit import end_of_run, unmeasured, verdicts_in
+from fednoro.audit.simulated_audit import end_of_run, skip_evaluation, verdicts_in
 from fednoro.core.files import disk_errors, write_json
 from fednoro.core.types import State, UserError
 from fednoro.experiment.checkpoint import checkpoints, restore, save_checkpoint, to_device
 from fednoro.experiment.config.configuration import Config, resolve, section_name
-from fednoro.experiment.drive import Watcher, held
+from fednoro.experiment.drive import Watcher, lock_run
 from fednoro.experiment.rounds import Turn, play
 from fednoro.experiment.run_folder.run_files import RunFolder
-from fednoro.flower.server.coordinator import LogWatcher, moment, network_for, recalibrated
+from fednoro.flower.server.coordinator import LogWatcher, moment, network_for, recalibrate_at_sites
 from fednoro.flower.server.message_exchange import FlowerExchange
 from fednoro.flower.server.roster import Roster
 from fednoro.flower.server.run_config import AuditOrder, Deployment
@@ -46,18 +46,20 @@ def audit_sites(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | No
     folder = RunFolder(order.exchanges)
     with disk_errors(folder.path):
         (folder.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-    with held(folder, watcher):
-        config, key = resolve(order.folder / "config.yaml"), _begun(folder, order)
+    with lock_run(folder, watcher):
+        config, key = resolve(order.folder / "config.yaml"), _open_audit(folder, order)
         roster = Roster(
             grid, folder, Deployment.read(run_config), lambda line: log(INFO, "%s", line)
         )
         method = order.method()
         if method.scores == "corrected":
             end_of_run(order.folder)  # before sites are waited for
-        sent = Sent.of(_played(grid, folder, config, roster, method, key, watcher, order.folder))
-        page = _write(order, roster, sent)
+        site_counts = Answers.of(_play(roster, config, method, key, watcher, order.folder))
+        page = _write(order, roster, site_counts)
         # Last: from now on the same order is a new audit.
-        write_json(folder.path / "result.json", {"page": str(page), "answered": len(sent.joints)})
+        write_json(
+            folder.path / "result.json", {"page": str(page), "answered": len(site_counts.joints)}
+        )
         shutil.rmtree(folder.path / "checkpoints")
     log(
         INFO,
@@ -68,12 +70,12 @@ def audit_sites(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | No
     return page.parent
 
 
-def _begun(folder: RunFolder, order: AuditOrder) -> str:
+def _open_audit(folder: RunFolder, order: AuditOrder) -> str:
     """The audit's key; one that was finished, or ordered otherwise, begins anew."""
     file = folder.path / "flower.json"
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if kept.get("order") == asdict(order) and not folder.finished:
-        return str(kept["run"])
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if content.get("order") == asdict(order) and not folder.finished:
+        return str(content["run"])
     for path in (
         file,
         *(folder.path / name for name in ("result.json", "clients.csv", "rounds.jsonl")),
@@ -82,22 +84,20 @@ def _begun(folder: RunFolder, order: AuditOrder) -> str:
     for checkpoint in checkpoints(folder):
         checkpoint.unlink()
     # Clients have the numbers that they had in the run, which its verdicts speak of.
-    known = json.loads((order.folder / "sites.json").read_text(encoding="utf-8"))
-    write_json(folder.path / "sites.json", {**known, "refused": {}})
+    run_sites = json.loads((order.folder / "sites.json").read_text(encoding="utf-8"))
+    write_json(folder.path / "sites.json", {**run_sites, "refused": {}})
     key = uuid.uuid4().hex
     write_json(file, {"run": key, "order": asdict(order)})
     return key
 
 
-def _played(
-    grid: Grid,
-    folder: RunFolder,
-    config: Config,
+def _play(
     roster: Roster,
+    config: Config,
     method: Audit,
     key: str,
     watcher: Watcher,
-    of: Path,
+    audited_run: Path,
 ) -> State:
     if any(visitor.simulated for visitor in roster.assemble()):
         raise UserError("simulated sites are audited in one process: fednoro audit RUN")
@@ -106,25 +106,26 @@ def _played(
     classes = roster.kind[0]
     # Corrected labels are of those images alone that the run was trained on.
     held_out = method.scores == "corrected" and section_name(config, "data") == "sites"
-    told = run_order(config, classes, held_out, None, method)
+    site_order = run_order(config, classes, held_out, None, method)
+    folder = roster.folder
     exchange = FlowerExchange(
-        grid, roster, lambda: moment(folder, key, told), roster.options.round_timeout
+        roster.grid, roster, lambda: moment(folder, key, site_order), roster.options.round_timeout
     )
     state = restore(folder, {})
     if state is None:
         if method.scores == "corrected":
-            start = end_of_run(of).state.model
+            start = end_of_run(audited_run).state.model
         else:
             start = network_for(config, roster.kind).weights()
             if config.model.recalibrate:
-                start = recalibrated(start, exchange, roster, watcher)
+                start = recalibrate_at_sites(start, exchange, roster, watcher)
         state = State(start, 0, method.rounds, len(classes), config.seed)
     state = to_device(state, torch.device("cpu"))
     for turn in play(
-        method, state, exchange, roster.clients, unmeasured, config.train.participation
+        method, state, exchange, roster.clients, skip_evaluation, config.train.participation
     ):
         state = turn.state
-        folder.record(_unmeasured(turn))
+        folder.record(_without_evaluation(turn))
         save_checkpoint(folder, state, {})
         for message in turn.warnings:
             watcher.warned(message)
@@ -132,7 +133,7 @@ def _played(
     return state
 
 
-def _unmeasured(turn: Turn) -> Turn:
+def _without_evaluation(turn: Turn) -> Turn:
     """The turn without its evaluation, of which an audit has none, but
     with the number of its round.
     """
@@ -141,19 +142,29 @@ def _unmeasured(turn: Turn) -> Turn:
     return replace(turn, evaluation=None, state=replace(turn.state, round=turn.state.round - 1))
 
 
-def _write(order: AuditOrder, roster: Roster, sent: Sent) -> Path:
+def _write(order: AuditOrder, roster: Roster, site_counts: Answers) -> Path:
     assert roster.kind is not None
     method, folder = order.method(), order.folder / "audit"
     verdicts = verdicts_in(order.folder / "detection.json")
-    found = findings(
-        sent.counts, sent.joints, roster.sites, roster.kind[0], order.min_cell, verdicts
+    audit_findings = findings(
+        site_counts.counts,
+        site_counts.joints,
+        roster.sites,
+        roster.kind[0],
+        order.min_cell,
+        verdicts,
     )
-    how = method.explain()
+    explanation = method.explain()
     write_page(
         folder,
-        found,
+        audit_findings,
         Account(
-            order.folder.name, how, order.scores, method.warmup, method.models, sent.thresholds
+            order.folder.name,
+            explanation,
+            order.scores,
+            method.warmup,
+            method.models,
+            site_counts.thresholds,
         ),
     )
     return folder / "index.html"

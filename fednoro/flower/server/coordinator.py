@@ -28,20 +28,40 @@ from fednoro.core.files import write_json, write_whole
 from fednoro.core.types import Failure, FedNoRoWarning, Reply, State, Task, UserError, Weights
 from fednoro.engine.choose import choose_device
 from fednoro.experiment.checkpoint import (
+    check_unchanged,
     checkpoints,
     environment,
-    keep_or_compare,
     restore,
     to_device,
 )
-from fednoro.experiment.config.configuration import Config, anchored, dump, resolve, section_name
-from fednoro.experiment.drive import Run, Setting, Watcher, drive, finish, held, load, warnings_to
+from fednoro.experiment.config.configuration import (
+    Config,
+    dump,
+    resolve,
+    section_name,
+    with_absolute_paths,
+)
+from fednoro.experiment.drive import (
+    Run,
+    Setting,
+    Watcher,
+    drive,
+    finish,
+    load,
+    lock_run,
+    warnings_to,
+)
 from fednoro.experiment.rounds import Evaluation, Turn
 from fednoro.experiment.run_folder.run_files import RunFolder
-from fednoro.experiment.simulation import federation_of, free_folder, laboratory, tester
-from fednoro.experiment.watch.trackers import tracked
+from fednoro.experiment.simulation import (
+    free_folder,
+    laboratory,
+    load_or_make_federation,
+    make_evaluator,
+)
+from fednoro.experiment.watch.trackers import with_trackers
 from fednoro.flower.server.message_exchange import FlowerExchange
-from fednoro.flower.server.roster import Kind, Roster, known_sites, numbered
+from fednoro.flower.server.roster import Kind, Roster, known_sites, number_by_partition
 from fednoro.flower.server.run_config import Deployment
 from fednoro.flower.site.station import run_order
 from fednoro.models import Packed, initialise
@@ -98,27 +118,27 @@ class Ground:
 
 def coordinate(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | None = None) -> Run:
     """Plays the run that the run-config describes, or carries one on."""
-    resumed = str(run_config.get("resume", ""))
-    if resumed:
-        folder, config, options = _reopened(Path(resumed).expanduser())
+    resume_path = str(run_config.get("resume", ""))
+    if resume_path:
+        folder, config, options = _reopen(Path(resume_path).expanduser())
     else:
         config, options = read_config(run_config), Deployment.read(run_config)
         folder = RunFolder(free_folder(config))
-    watcher = tracked(config, watcher or LogWatcher())
-    if not resumed:
+    watcher = with_trackers(config, watcher or LogWatcher())
+    if not resume_path:
         folder.create()
     try:
-        with held(folder, watcher):
+        with lock_run(folder, watcher):
             if folder.finished:
                 return load(folder.path)
-            if not resumed:
-                kept = {"simulation": bool(run_config.get("simulation")), **options.as_dict()}
-                write_whole(folder.path / "config.yaml", dump(anchored(config)).encode())
-                write_json(folder.path / "flower.json", {"run": uuid.uuid4().hex, **kept})
-            keep_or_compare(folder.path, config if resumed else anchored(config))
+            if not resume_path:
+                settings = {"simulation": bool(run_config.get("simulation")), **options.as_dict()}
+                write_whole(folder.path / "config.yaml", dump(with_absolute_paths(config)).encode())
+                write_json(folder.path / "flower.json", {"run": uuid.uuid4().hex, **settings})
+            check_unchanged(folder.path, config if resume_path else with_absolute_paths(config))
             return _Coordinator(grid, folder, config, options, watcher).run()
     except Exception:
-        if not resumed and not known_sites(folder.path):
+        if not resume_path and not known_sites(folder.path):
             # nothing was begun that could be resumed
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -143,12 +163,12 @@ def read_config(run_config: Mapping[str, Any]) -> Config:
     return resolve(source)
 
 
-def _reopened(path: Path) -> tuple[RunFolder, Config, Deployment]:
+def _reopen(path: Path) -> tuple[RunFolder, Config, Deployment]:
     if not (path / "flower.json").is_file():
         raise UserError(f"{path} is not the folder of a run on Flower: it has no flower.json")
-    kept = json.loads((path / "flower.json").read_text(encoding="utf-8"))
-    del kept["run"], kept["simulation"]
-    return RunFolder(path), resolve(path / "config.yaml"), Deployment(**kept)
+    settings = json.loads((path / "flower.json").read_text(encoding="utf-8"))
+    del settings["run"], settings["simulation"]
+    return RunFolder(path), resolve(path / "config.yaml"), Deployment(**settings)
 
 
 class _Coordinator:
@@ -156,11 +176,11 @@ class _Coordinator:
         self, grid: Grid, folder: RunFolder, config: Config, options: Deployment, watcher: Watcher
     ) -> None:
         self.grid, self.folder, self.config, self.watcher = grid, folder, config, watcher
-        kept = json.loads((folder.path / "flower.json").read_text(encoding="utf-8"))
+        settings = json.loads((folder.path / "flower.json").read_text(encoding="utf-8"))
         self.roster = Roster(
-            grid, folder, options, lambda line: log(INFO, "%s", line), bool(kept["simulation"])
+            grid, folder, options, lambda line: log(INFO, "%s", line), bool(settings["simulation"])
         )
-        self.options, self.key = options, str(kept["run"])
+        self.options, self.key = options, str(settings["run"])
         self.order = ""
 
     def run(self) -> Run:
@@ -178,7 +198,7 @@ class _Coordinator:
                 lambda: moment(self.folder, self.key, self.order),
                 self.options.round_timeout,
             )
-            state = self._restored(exchange, ground)
+            state = self._initial_state(exchange, ground)
             self.watcher.joined(self.config, self.folder.path, classes, self.roster.sites, state)
             evaluate = ground.evaluate or SiteEvaluation(exchange, self.roster, len(classes))
             state = drive(
@@ -208,15 +228,17 @@ class _Coordinator:
             shape = tuple(int(side) for side in dataset.images.shape[1:])
             if simulated:
                 with warnings_to(self.watcher):
-                    federation = federation_of(self.folder, lab)
+                    federation = load_or_make_federation(self.folder, lab)
                 count = len(federation.parts)
                 self._check_partitions(count)
-                numbered(self.roster, count)
+                number_by_partition(self.roster, count)
                 self.roster.settle((dataset.classes, shape))
                 setting = Setting(
                     federation.classes, count, federation.noisy, federation.leakage, shape
                 )
-                evaluate = tester(lab.engine, dataset, federation.test, federation.validation)
+                evaluate = make_evaluator(
+                    lab.engine, dataset, federation.test, federation.validation
+                )
                 split = self.folder.path.absolute() / "split.npz"
                 yield Ground(
                     lab.engine.net,
@@ -228,7 +250,7 @@ class _Coordinator:
             else:
                 self.roster.settle((dataset.classes, shape))
                 everything = np.arange(len(dataset))
-                evaluate = tester(lab.engine, dataset, everything, everything[:0])
+                evaluate = make_evaluator(lab.engine, dataset, everything, everything[:0])
                 yield Ground(
                     lab.engine.net,
                     Packed(lab.network()).weights(),
@@ -248,20 +270,20 @@ class _Coordinator:
         )
 
     def _check_partitions(self, count: int) -> None:
-        said = {visitor.partitions for visitor in self.roster.assemble()}
-        if said != {count}:
-            nodes = ", ".join(map(str, sorted(said)))
+        partition_counts = {visitor.partitions for visitor in self.roster.assemble()}
+        if partition_counts != {count}:
+            nodes = ", ".join(map(str, sorted(partition_counts)))
             raise UserError(
                 f"the federation has {count} clients, the nodes were started for {nodes}: set "
                 "partition.clients or the number of nodes"
             )
 
-    def _restored(self, exchange: FlowerExchange, ground: Ground) -> State:
+    def _initial_state(self, exchange: FlowerExchange, ground: Ground) -> State:
         state, config = restore(self.folder, {}), self.config
         if state is None:
             start = ground.start
             if config.model.recalibrate:
-                start = recalibrated(start, exchange, self.roster, self.watcher)
+                start = recalibrate_at_sites(start, exchange, self.roster, self.watcher)
             state = State(start, 0, config.train.rounds, len(ground.setting().classes), config.seed)
         else:
             log(INFO, "going on after round %d", state.round)
@@ -288,7 +310,7 @@ def moment(folder: RunFolder, key: str, order: str) -> dict[str, str | int]:
     }
 
 
-def recalibrated(
+def recalibrate_at_sites(
     start: Weights, exchange: FlowerExchange, roster: Roster, watcher: Watcher
 ) -> Weights:
     """`start` with BatchNorm statistics from the sites' own images,
@@ -323,10 +345,11 @@ class SiteEvaluation:
         for _ in range(ATTEMPTS):
             task = Task("evaluate", self.round, weights)
             tasks = dict.fromkeys(self.roster.clients(), task)
-            found = [
-                self._checked(answer) for answer in self.exchange.ask(tasks, MessageType.EVALUATE)
+            replies = [
+                self._valid_reply(answer)
+                for answer in self.exchange.ask(tasks, MessageType.EVALUATE)
             ]
-            usable = [reply for reply in found if reply is not None and reply.size > 0]
+            usable = [reply for reply in replies if reply is not None and reply.size > 0]
             if usable:
                 self.round += 1
                 counts = sum(reply.arrays["confusion"] for reply in usable)
@@ -337,20 +360,20 @@ class SiteEvaluation:
             "no site evaluated the model: each needs held_out above 0 and images of some class"
         )
 
-    def _checked(self, answer: Reply | Failure) -> Reply | None:
+    def _valid_reply(self, answer: Reply | Failure) -> Reply | None:
         if isinstance(answer, Failure):
             log(WARNING, "client %d did not evaluate: %s", answer.client, answer.reason)
             return None
         counts = answer.arrays.get("confusion")
         square = (self.classes, self.classes)
-        whole = (
+        well_formed = (
             counts is not None
             and counts.shape == square
             and np.array_equal(counts, np.floor(np.abs(counts)))
         )
         if (
             counts is None
-            or not whole
+            or not well_formed
             or counts.sum() != answer.size
             or "loss" not in answer.metrics
         ):
@@ -368,9 +391,9 @@ def _oldest_position(folder: RunFolder) -> int:
     """How long clients.csv was at the oldest checkpoint that a resumed run
     may go back to; 0 without one.
     """
-    saved = checkpoints(folder)
+    saved_checkpoints = checkpoints(folder)
     try:
-        with safe_open(saved[0], framework="pt") as file:
+        with safe_open(saved_checkpoints[0], framework="pt") as file:
             return int(json.loads((file.metadata() or {})["state"])["logs"]["clients.csv"])
     except (IndexError, OSError, KeyError, ValueError, SafetensorError):
         return 0

@@ -43,19 +43,19 @@ class FlowerExchange:
         self, tasks: Mapping[int, Task], kind: str = MessageType.TRAIN
     ) -> Iterator[Reply | Failure]:
         """As `__call__`, with messages of any type."""
-        nodes = self.roster.connected()
-        waiting = self._send({k: task for k, task in tasks.items() if k in nodes}, nodes, kind)
+        nodes = self.roster.nodes()
+        pending = self._send({k: task for k, task in tasks.items() if k in nodes}, nodes, kind)
         deadline = time.monotonic() + self.timeout
         answers: dict[int, Reply | Failure] = {}
         for k in sorted(tasks):
             pause = 0.05
-            while k not in answers and k in waiting.values() and time.monotonic() < deadline:
-                heard = self._pull(waiting, tasks)
-                answers |= heard
+            while k not in answers and k in pending.values() and time.monotonic() < deadline:
+                new_answers = self._pull(pending, tasks)
+                answers |= new_answers
                 if k not in answers:
                     time.sleep(pause)
-                    pause = 0.05 if heard else min(1.5 * pause, 1.0)
-            yield answers.pop(k) if k in answers else self._silent(k, k in waiting.values())
+                    pause = 0.05 if new_answers else min(1.5 * pause, 1.0)
+            yield answers.pop(k) if k in answers else self._no_answer(k, k in pending.values())
 
     def _send(
         self, tasks: Mapping[int, Task], nodes: Mapping[int, int], kind: str
@@ -73,27 +73,31 @@ class FlowerExchange:
             )
             for k, task in sorted(tasks.items())
         }
-        sent = set(self.grid.push_messages(list(messages.values())))
+        sent_ids = set(self.grid.push_messages(list(messages.values())))
         return {
-            m.metadata.message_id: k for k, m in messages.items() if m.metadata.message_id in sent
+            m.metadata.message_id: k
+            for k, m in messages.items()
+            if m.metadata.message_id in sent_ids
         }
 
     def _pull(
-        self, waiting: dict[str, int], tasks: Mapping[int, Task]
+        self, pending: dict[str, int], tasks: Mapping[int, Task]
     ) -> dict[int, Reply | Failure]:
-        heard: dict[int, Reply | Failure] = {}
-        for message in self.grid.pull_messages(list(waiting)):
+        new_answers: dict[int, Reply | Failure] = {}
+        for message in self.grid.pull_messages(list(pending)):
             # Not by sender: the reply that stands in for a dead node's comes from the SuperLink.
-            client = waiting.pop(message.metadata.reply_to_message_id, None)
+            client = pending.pop(message.metadata.reply_to_message_id, None)
             if client is not None:
-                heard[client] = _read(client, message, tasks[client])
-        return heard
+                new_answers[client] = _read_answer(client, message, tasks[client])
+        return new_answers
 
-    def _silent(self, client: int, asked: bool) -> Failure:
-        return Failure(client, f"no answer within {self.timeout:g} s" if asked else "not connected")
+    def _no_answer(self, client: int, was_sent: bool) -> Failure:
+        return Failure(
+            client, f"no answer within {self.timeout:g} s" if was_sent else "not connected"
+        )
 
 
-def _read(client: int, message: Message, task: Task) -> Reply | Failure:
+def _read_answer(client: int, message: Message, task: Task) -> Reply | Failure:
     if message.has_error():
         return Failure(client, f"no answer: {' '.join(str(message.error.reason).split())}")
     content = message.content

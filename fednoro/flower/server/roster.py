@@ -27,7 +27,7 @@ from fednoro.flower.records import ERROR
 from fednoro.flower.server.run_config import Deployment
 
 # seconds after which a node that was refused is asked again: its site may have been put right
-AGAIN = 60.0
+ASK_AGAIN_AFTER = 60.0
 # class names, and height, width and channels of the images
 Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
@@ -64,16 +64,16 @@ class Roster:
         self.strict = strict
         self.sites: list[str] = []  # the position is the client's number
         self.kind: Kind | None = None
-        self._asked: dict[str, tuple[int, float]] = {}  # message id: node and when
+        self._queries: dict[str, tuple[int, float]] = {}  # message id: node and when
         self._visitors: dict[int, Visitor] = {}
-        self._turned_away: dict[int, float] = {}  # nodes, and when
+        self._refusal_times: dict[int, float] = {}  # nodes, and when
         self._node_of: dict[str, int] = {}
-        self._refused: dict[str, str] = {}
-        self._connected: set[int] = set()
-        if known := known_sites(folder.path):
-            self.sites = list(known["sites"])
+        self._refusals: dict[str, str] = {}
+        self._node_ids: set[int] = set()
+        if record := known_sites(folder.path):
+            self.sites = list(record["sites"])
             self.kind = (
-                (tuple(known["classes"]), tuple(known["shape"])) if known["classes"] else None
+                (tuple(record["classes"]), tuple(record["shape"])) if record["classes"] else None
             )
 
     # Before the rounds
@@ -82,28 +82,33 @@ class Roster:
         """Waits until enough sites are there to begin, or to go on; their
         visitors in the sites' order.
         """
-        known = set(self.sites)
+        sites = set(self.sites)
 
-        def enough() -> bool:
-            found = self._introduced()
-            wanted = self.options.min_sites if known else self.options.starting(_partitions(found))
-            return len([v for v in found if not known or v.site in known]) >= wanted
+        def enough_sites() -> bool:
+            visitors = self._eligible_visitors()
+            minimum = (
+                self.options.min_sites if sites else self.options.starting(_partitions(visitors))
+            )
+            return len([v for v in visitors if not sites or v.site in sites]) >= minimum
 
-        self._wait(enough, lambda: f"{len(self._introduced())} sites are here, waiting for more")
-        found = self._introduced()
-        if len({visitor.simulated for visitor in found}) > 1:
+        self._wait(
+            enough_sites,
+            lambda: f"{len(self._eligible_visitors())} sites are here, waiting for more",
+        )
+        visitors = self._eligible_visitors()
+        if len({visitor.simulated for visitor in visitors}) > 1:
             raise UserError(
                 "some nodes are simulated (partition-id) and some are sites (site): use one kind"
             )
-        return found
+        return visitors
 
     def settle(self, kind: Kind | None) -> None:
         """Numbers the sites that are here; `kind` is the coordinator's own, or else
         that of most of them decides.
         """
-        found = self._introduced()
+        visitors = self._eligible_visitors()
         if self.kind is None:
-            kinds = Counter(visitor.kind for visitor in found)
+            kinds = Counter(visitor.kind for visitor in visitors)
             # the first by name on ties
             self.kind = kind or max(kinds, key=lambda each: kinds[each])
         self._enrol()
@@ -112,70 +117,68 @@ class Roster:
 
     def clients(self) -> list[int]:
         """Everybody's number, after waiting until enough of them are connected."""
-        missing = self.options.min_sites
+        minimum = self.options.min_sites
 
-        def enough() -> bool:
+        def enough_sites() -> bool:
             self._enrol()
-            return len(self.connected()) >= missing
+            return len(self.nodes()) >= minimum
 
         self._wait(
-            enough,
-            lambda: f"{len(self.connected())} of the {missing} sites that are needed are connected",
+            enough_sites,
+            lambda: f"{len(self.nodes())} of the {minimum} sites that are needed are connected",
         )
         return list(range(len(self.sites)))
 
-    def connected(self) -> dict[int, int]:
+    def nodes(self) -> dict[int, int]:
         """The nodes of the sites that are connected now, by number."""
         nodes = {k: self._node_of.get(site) for k, site in enumerate(self.sites)}
-        return {
-            k: node for k, node in nodes.items() if node is not None and node in self._connected
-        }
+        return {k: node for k, node in nodes.items() if node is not None and node in self._node_ids}
 
     def name(self, client: int) -> str:
         return self.sites[client]
 
     # Inside
 
-    def _wait(self, enough: Callable[[], bool], why: Callable[[], str]) -> None:
-        began, said, pause = time.monotonic(), -60.0, 0.05
+    def _wait(self, enough_sites: Callable[[], bool], explain: Callable[[], str]) -> None:
+        start, message_time, pause = time.monotonic(), -60.0, 0.05
         while True:
             self._meet()
-            if enough():
+            if enough_sites():
                 return
-            waited = time.monotonic() - began
-            if self.options.wait_timeout and waited > self.options.wait_timeout:
-                raise UserError(f"{why()}: gave up after {waited:.0f} s (wait-timeout)")
-            if waited - said >= 60 and waited > 5:
-                self.say(why())
-                said = waited
+            elapsed = time.monotonic() - start
+            if self.options.wait_timeout and elapsed > self.options.wait_timeout:
+                raise UserError(f"{explain()}: gave up after {elapsed:.0f} s (wait-timeout)")
+            if elapsed - message_time >= 60 and elapsed > 5:
+                self.say(explain())
+                message_time = elapsed
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
     def _meet(self) -> None:
         """Asks nodes that are new who they are, and hears those that answer."""
-        self._connected = set(self.grid.get_node_ids())
-        for node in [node for node in self._visitors if node not in self._connected]:
+        self._node_ids = set(self.grid.get_node_ids())
+        for node in [node for node in self._visitors if node not in self._node_ids]:
             visitor = self._visitors.pop(node)
             self.say(f"site {visitor.site} is no longer connected")
-        for node, when in list(self._turned_away.items()):
-            if time.monotonic() - when > AGAIN:
-                del self._turned_away[node]
+        for node, when in list(self._refusal_times.items()):
+            if time.monotonic() - when > ASK_AGAIN_AFTER:
+                del self._refusal_times[node]
                 self._visitors.pop(node, None)
-        asked = {node for node, _ in self._asked.values()}
-        new = sorted(self._connected - asked - self._visitors.keys())
-        if new:
-            messages = [Message(RecordDict(), node, MessageType.QUERY) for node in new]
+        queried_nodes = {node for node, _ in self._queries.values()}
+        new_nodes = sorted(self._node_ids - queried_nodes - self._visitors.keys())
+        if new_nodes:
+            messages = [Message(RecordDict(), node, MessageType.QUERY) for node in new_nodes]
             self.grid.push_messages(messages)
-            self._asked |= {
+            self._queries |= {
                 m.metadata.message_id: (node, time.monotonic())
-                for m, node in zip(messages, new, strict=True)
+                for m, node in zip(messages, new_nodes, strict=True)
             }
-        for message in self.grid.pull_messages(list(self._asked)) if self._asked else ():
-            node, _ = self._asked.pop(message.metadata.reply_to_message_id)
+        for message in self.grid.pull_messages(list(self._queries)) if self._queries else ():
+            node, _ = self._queries.pop(message.metadata.reply_to_message_id)
             self._hear(node, message)
-        for key, (node, when) in list(self._asked.items()):
-            if node not in self._connected or time.monotonic() - when > self.options.round_timeout:
-                del self._asked[key]  # it is asked again if it comes back
+        for key, (node, when) in list(self._queries.items()):
+            if node not in self._node_ids or time.monotonic() - when > self.options.round_timeout:
+                del self._queries[key]  # it is asked again if it comes back
 
     def _hear(self, node: int, message: Message) -> None:
         try:
@@ -186,30 +189,32 @@ class Roster:
             visitor = Visitor(node, "", False, 0, "", None)
         self._visitors[node] = visitor
 
-    def _introduced(self) -> list[Visitor]:
+    def _eligible_visitors(self) -> list[Visitor]:
         """Nodes that said who they are and run the same version, one for each site, in order."""
         sites: dict[str, Visitor] = {}
         for visitor in sorted(self._visitors.values(), key=lambda v: v.node):
-            if not visitor.site or self._outdated(visitor):
+            if not visitor.site or self._is_outdated(visitor):
                 continue
             first = sites.setdefault(visitor.site, visitor)
-            before = self._node_of.get(visitor.site)
-            if first is not visitor and before == visitor.node:
+            last_node = self._node_of.get(visitor.site)
+            if first is not visitor and last_node == visitor.node:
                 sites[visitor.site] = visitor
         return sorted(sites.values(), key=lambda visitor: visitor.order)
 
-    def _outdated(self, visitor: Visitor) -> bool:
-        own = version("fednoro")
-        if visitor.version == own:
+    def _is_outdated(self, visitor: Visitor) -> bool:
+        own_version = version("fednoro")
+        if visitor.version == own_version:
             return False
-        reason = f"it runs fednoro {visitor.version}, the coordinator {own}: install the same"
+        reason = (
+            f"it runs fednoro {visitor.version}, the coordinator {own_version}: install the same"
+        )
         self._refuse(visitor.site, reason, visitor.node)
         return True
 
     def _enrol(self) -> None:
         """Gives numbers to sites that are new, and nodes to those that are known."""
-        before = list(self.sites)
-        for visitor in self._introduced():
+        old_sites = list(self.sites)
+        for visitor in self._eligible_visitors():
             if visitor.kind is not None and visitor.kind != self.kind:
                 self._refuse(visitor.site, _difference(visitor.kind, self.kind), visitor.node)
                 continue
@@ -221,43 +226,50 @@ class Roster:
             elif self._node_of.get(visitor.site) not in (None, visitor.node):
                 self.say(f"site {visitor.site} is connected again, now as node {visitor.node}")
             self._node_of[visitor.site] = visitor.node
-        if self.sites != before or not (self.folder.path / "sites.json").exists():
+        if self.sites != old_sites or not (self.folder.path / "sites.json").exists():
             self._save()
 
     def _refuse(self, site: str, reason: str, node: int) -> None:
-        self._turned_away.setdefault(node, time.monotonic())
+        self._refusal_times.setdefault(node, time.monotonic())
         if self.strict:
             raise UserError(f"site {site} is refused: {reason}")
-        if self._refused.get(site) != reason:
-            self._refused[site] = reason
+        if self._refusals.get(site) != reason:
+            self._refusals[site] = reason
             self.say(f"site {site} is refused: {reason}")
             self._save()
 
     def _save(self) -> None:
         classes, shape = self.kind or ((), ())
-        known = {"sites": self.sites, "classes": classes, "shape": shape, "refused": self._refused}
-        write_json(self.folder.path / "sites.json", known)
+        record = {
+            "sites": self.sites,
+            "classes": classes,
+            "shape": shape,
+            "refused": self._refusals,
+        }
+        write_json(self.folder.path / "sites.json", record)
 
 
 def known_sites(folder: Path) -> dict[str, Any]:
     """What sites.json says; nothing as long as no site has a number."""
     try:
-        known: dict[str, Any] = json.loads((folder / "sites.json").read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads((folder / "sites.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise UserError(f"{folder / 'sites.json'} is damaged: {error}") from error
-    return known if known["sites"] else {}
+    return record if record["sites"] else {}
 
 
 def _visitor(node: int, message: Message) -> Visitor:
     if message.has_error():
         raise ValueError(message.error.reason)
-    said: dict[str, Any] = dict(message.content.config_records["config"])
-    if ERROR in said:
-        raise ValueError(said[ERROR])
-    kind = (tuple(said["classes"]), tuple(said["shape"])) if "classes" in said else None
-    return Visitor(node, said["site"], said["simulated"], said["partitions"], said["version"], kind)
+    facts: dict[str, Any] = dict(message.content.config_records["config"])
+    if ERROR in facts:
+        raise ValueError(facts[ERROR])
+    kind = (tuple(facts["classes"]), tuple(facts["shape"])) if "classes" in facts else None
+    return Visitor(
+        node, facts["site"], facts["simulated"], facts["partitions"], facts["version"], kind
+    )
 
 
 def _short(error: Exception) -> str:
@@ -265,22 +277,22 @@ def _short(error: Exception) -> str:
     return line if len(line) < 300 else f"{line[:100]} … {line[-180:]}"
 
 
-def _partitions(found: list[Visitor]) -> int:
-    return max((visitor.partitions for visitor in found), default=0)
+def _partitions(visitors: list[Visitor]) -> int:
+    return max((visitor.partitions for visitor in visitors), default=0)
 
 
-def _difference(kind: Kind, wanted: Kind | None) -> str:
-    assert wanted is not None
-    if kind[0] != wanted[0]:
+def _difference(kind: Kind, run_kind: Kind | None) -> str:
+    assert run_kind is not None
+    if kind[0] != run_kind[0]:
         return (
             f"its classes are {', '.join(kind[0])}; the run has "
-            f"{', '.join(wanted[0])}, in this order (data.classes)"
+            f"{', '.join(run_kind[0])}, in this order (data.classes)"
         )
-    sizes = [" × ".join(map(str, shape)) for shape in (kind[1], wanted[1])]
+    sizes = [" × ".join(map(str, shape)) for shape in (kind[1], run_kind[1])]
     return f"its images are {sizes[0]}, the run's {sizes[1]} (height × width × channels)"
 
 
-def numbered(roster: Roster, count: int) -> None:
+def number_by_partition(roster: Roster, count: int) -> None:
     """Simulated clients are numbered by partition, whoever came first."""
     roster.sites = [str(k) for k in range(count)]
     roster.options = replace(roster.options, min_sites=min(roster.options.min_sites, count))

@@ -39,7 +39,7 @@ class Deployment(Options):
     @classmethod
     def read(cls, run_config: Mapping[str, Any]) -> Deployment:
         """From Flower's run-config, whose keys have hyphens."""
-        given: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for item in fields(cls):
             key = item.name.replace("_", "-")
             if key not in run_config:
@@ -47,8 +47,8 @@ class Deployment(Options):
             value = run_config[key]
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UserError(f"run-config {key} must be a number, got {value!r}")
-            given[item.name] = value if isinstance(item.default, float) else int(value)
-        return cls(**given)
+            settings[item.name] = value if isinstance(item.default, float) else int(value)
+        return cls(**settings)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -22,8 +22,8 @@ def leave_letter(memory: Path, key: str, client: Client, dataset: Dataset, audit
     Most audits take all of a site's images. They may be many, and are not picked out then.
     """
     ids = dataset.ids or tuple(map(str, range(len(dataset))))
-    images, whole = dataset.images, len(client.index) == len(dataset)
-    if not whole:
+    images, complete = dataset.images, len(client.index) == len(dataset)
+    if not complete:
         images, ids = images[client.index], tuple(ids[i] for i in client.index)
     site = Holding(client.name, images, client.observed, ids, dataset.classes)
     folder = memory / FOLDER / key

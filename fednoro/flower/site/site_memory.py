@@ -42,10 +42,10 @@ class Memory:
 
     def newest(self) -> dict[str, Tensor]:
         """The last that is known."""
-        known = self._numbers()
-        if not known:
+        numbers = self._numbers()
+        if not numbers:
             return {}
-        file = self._file(known[-1])
+        file = self._file(numbers[-1])
         try:
             return load(file.read_bytes())
         except (OSError, SafetensorError) as error:
@@ -63,8 +63,8 @@ class Memory:
             name: tensor.detach().cpu().clone().contiguous() for name, tensor in memory.items()
         }
         write_whole(self._file(clock), save(content))
-        before = [number for number in self._numbers() if number < oldest]
-        for number in before[:-1]:
+        old_numbers = [number for number in self._numbers() if number < oldest]
+        for number in old_numbers[:-1]:
             self._file(number).unlink(missing_ok=True)
 
     def _file(self, clock: int) -> Path:

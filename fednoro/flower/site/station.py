@@ -33,7 +33,7 @@ from fednoro.experiment.config.configuration import Config, as_tree, resolve
 from fednoro.methods import Method
 from fednoro.models import initialise
 
-SENT = ("seed", "model", "method", "train")  # the sections that a site is told
+SECTIONS_FOR_SITES = ("seed", "model", "method", "train")  # the sections that a site is told
 
 
 class RefusedError(UserError):
@@ -85,11 +85,11 @@ def read_site(path: str | Path) -> SiteOptions:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
-    return _checked(file, text)
+    return _parse_site(file, text)
 
 
 @lru_cache(maxsize=16)
-def _checked(file: Path, text: str) -> SiteOptions:
+def _parse_site(file: Path, text: str) -> SiteOptions:
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -143,15 +143,15 @@ def run_order(
     audit: Audit | None = None,
 ) -> str:
     """The run as one JSON string that goes with every task; `split` is for simulated sites."""
-    whole = as_tree(config)
-    told = {name: whole[name] for name in SENT}
+    tree = as_tree(config)
+    sections = {name: tree[name] for name in SECTIONS_FOR_SITES}
     # a file on the coordinator's disk; a site is sent the weights themselves
-    told["model"].pop("weights", None)
-    order: dict[str, Any] = {"config": told, "classes": list(classes), "held_out": held_out}
+    sections["model"].pop("weights", None)
+    order: dict[str, Any] = {"config": sections, "classes": list(classes), "held_out": held_out}
     if split is not None:
         order["simulated"] = {
             "split": str(split),
-            **{name: whole[name] for name in ("data", "device", "engine")},
+            **{name: tree[name] for name in ("data", "device", "engine")},
         }
     if audit is not None:
         order["audit"] = asdict(audit)
@@ -176,11 +176,11 @@ class Station:
 @lru_cache(maxsize=4)  # a simulation's processes work on many tasks; a real site's on one
 def station(order: str, site: SiteOptions | None, name: str, number: int | None) -> Station:
     """What a task needs; simulated sites have no `site` and `number`."""
-    told = json.loads(order)
+    run = json.loads(order)
     # the bits depend on it, and a simulation's are those of a run in one process
     threads: int | None = 1
-    simulated = told.get("simulated")
-    sections: dict[str, Any] = {**told["config"], "partition": "iid", "noise": "none"}
+    simulated = run.get("simulated")
+    sections: dict[str, Any] = {**run["config"], "partition": "iid", "noise": "none"}
     if simulated is not None:
         engine = simulated["engine"]
         config = resolve({**sections, "data": simulated["data"], "device": simulated["device"]})
@@ -194,12 +194,12 @@ def station(order: str, site: SiteOptions | None, name: str, number: int | None)
         _check_modules(sections, site)
         config = resolve({**sections, "data": dict(site.data), "device": site.device})
         dataset = load_data(site, config.seed)
-        if list(dataset.classes) != told["classes"]:
+        if list(dataset.classes) != run["classes"]:
             raise UserError("the classes of this site are not those of the run")
-        share = site.held_out if told["held_out"] else 0.0
+        share = site.held_out if run["held_out"] else 0.0
         train, held_out = two_parts(dataset, share, config.seed)
         clients = {number: Client(number, name, train, dataset.labels[train])}
-    method = Audit(**told["audit"]) if "audit" in told else config.method
+    method = Audit(**run["audit"]) if "audit" in run else config.method
     if isinstance(method, Audit) and (site is None or not site.audited):
         raise RefusedError("this site takes no part in audits (audit in its site.yaml)")
     return Station(
@@ -210,11 +210,11 @@ def station(order: str, site: SiteOptions | None, name: str, number: int | None)
 def _check_modules(sections: Mapping[str, Any], site: SiteOptions) -> None:
     """A site imports what it has agreed to, whatever a coordinator names."""
     for section in ("method", "model"):
-        given = sections.get(section) or {}
+        value = sections.get(section) or {}
         names = (
-            [given.get(key) for key in ("name", "factory")]
-            if isinstance(given, Mapping)
-            else [given]
+            [value.get(key) for key in ("name", "factory")]
+            if isinstance(value, Mapping)
+            else [value]
         )
         for name in names:
             module, colon, _ = str(name).partition(":")

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fednoro.report.drawing.scene import Scene, shortened, text_width
+from fednoro.report.drawing.scene import Scene, shorten, text_width
 
-LONGEST = 12  # letters of a name on an axis; tips and tables have the whole name
+LONGEST_NAME = 12  # letters of a name on an axis; tips and tables have the whole name
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ def draw_y(
     box: Box,
     scale: Scale,
     ticks: Sequence[float],
-    words: Callable[[float], str],
+    tick_text: Callable[[float], str],
     title: str = "",
 ) -> None:
     """Horizontal grid lines with their values on the left; the title stands above them."""
     for tick in ticks:
         scene.line([(box.left, scale(tick)), (box.right, scale(tick))], "grid")
-        scene.text(box.left - 7, scale(tick) + 4, words(tick), anchor="end")
+        scene.text(box.left - 7, scale(tick) + 4, tick_text(tick), anchor="end")
     if title:
         scene.text(box.left - 7 if box.left > 60 else 2, box.top - 12, title, anchor="start")
 
@@ -87,24 +87,26 @@ def draw_x(
     box: Box,
     scale: Scale,
     ticks: Sequence[float],
-    words: Callable[[float], str],
+    tick_text: Callable[[float], str],
     title: str = "",
 ) -> None:
     """A line at the bottom with values below it and the title below those."""
     scene.line([(box.left, box.bottom), (box.right, box.bottom)], "axis")
     for tick in ticks:
         scene.line([(scale(tick), box.bottom), (scale(tick), box.bottom + 4)], "axis")
-        scene.text(scale(tick), box.bottom + 17, words(tick), anchor="middle")
+        scene.text(scale(tick), box.bottom + 17, tick_text(tick), anchor="middle")
     if title:
         scene.text((box.left + box.right) / 2, box.bottom + 34, title, anchor="middle")
 
 
-def short_names(names: Sequence[str], longest: int = LONGEST) -> list[str]:
+def short_names(names: Sequence[str], longest: int = LONGEST_NAME) -> list[str]:
     """Names for an axis: without a beginning that all share up to a space, and shortened."""
     first, last = min(names, default=""), max(names, default="")  # what these two share, all share
-    shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
-    cut = first.rfind(" ", 0, shared) + 1
-    return [shortened(name[cut:] if name[cut:].strip() else name, longest) for name in names]
+    common_letters = next(
+        (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0
+    )
+    cut = first.rfind(" ", 0, common_letters) + 1
+    return [shorten(name[cut:] if name[cut:].strip() else name, longest) for name in names]
 
 
 def names_below(

@@ -9,8 +9,8 @@ from functools import cached_property
 from fednoro.report.drawing.axes import names_below, room_below, room_left, short_names
 from fednoro.report.drawing.scene import Scene
 
-LEAST = 3.6  # pixels of a column; below that a figure grows wider and is scrolled
-GAP = 7.0  # between groups of columns
+NARROWEST_COLUMN = 3.6  # pixels of a column; below that a figure grows wider and is scrolled
+GROUP_GAP = 7.0  # between groups of columns
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Grid:
         return short_names(self.rows)
 
     @cached_property
-    def left(self) -> float:
+    def margin(self) -> float:
         return room_left(self.row_names)
 
     @cached_property
@@ -47,8 +47,8 @@ class Grid:
     def step(self) -> float:
         """Width of a column."""
         panel = self.width / 2 - 10 if self.beside else self.width
-        room = panel - self.left - GAP * len(self.groups) - 2
-        return min(max(room / max(len(self.columns), 1), LEAST), 72.0)
+        room = panel - self.margin - GROUP_GAP * len(self.groups) - 2
+        return min(max(room / max(len(self.columns), 1), NARROWEST_COLUMN), 72.0)
 
     @cached_property
     def row(self) -> float:
@@ -58,7 +58,7 @@ class Grid:
     @cached_property
     def panel(self) -> tuple[float, float]:
         """Width and height of one panel with its names."""
-        width = self.left + self.step * len(self.columns) + GAP * len(self.groups) + 2
+        width = self.margin + self.step * len(self.columns) + GROUP_GAP * len(self.groups) + 2
         return width, self.above + self.row * len(self.rows) + room_below(self.names, self.step) + (
             6 if self.beside else 22
         )
@@ -78,8 +78,8 @@ class Grid:
         """Where a panel's cells begin."""
         _, height = self.panel
         if self.beside:
-            return self.left + panel * (self.width / 2 + 10), self.above
-        return self.left, panel * height + self.above
+            return self.margin + panel * (self.width / 2 + 10), self.above
+        return self.margin, panel * height + self.above
 
     @cached_property
     def _starts(self) -> list[float]:
@@ -90,7 +90,7 @@ class Grid:
         return (
             self._starts[panel]
             + (column + 0.5) * self.step
-            + GAP * sum(column >= after for after in self.groups)
+            + GROUP_GAP * sum(column >= after for after in self.groups)
         )
 
     def y(self, panel: int, row: int) -> float:
@@ -101,17 +101,17 @@ class Grid:
         self, scene: Scene, panel: int, title: str, styles: Sequence[str] | None = None
     ) -> None:
         """The panel's title and names."""
-        left, top = self.corner(panel)
-        scene.text(left, top - 10, title, "strong")
+        start, top = self.corner(panel)
+        scene.text(start, top - 10, title, "strong")
         for at, name in enumerate(self.row_names):
-            scene.text(left - 7, self.y(panel, at) + 4, name, size=11, anchor="end")
+            scene.text(start - 7, self.y(panel, at) + 4, name, size=11, anchor="end")
         places = [self.x(panel, k) for k in range(len(self.columns))]
         names_below(scene, places, self.names, top + self.row * len(self.rows) + 3, styles)
 
     @property
     def start(self) -> float:
         """Where the legend begins: under the cells, or at the edge where room is scarce."""
-        return self.left if self.width > 600 else 2.0
+        return self.margin if self.width > 600 else 2.0
 
     @cached_property
     def foot(self) -> float:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fednoro.report.drawing.scene import Scene, shortened
+from fednoro.report.drawing.scene import Scene, shorten
 
 WIDE, NARROW = 932.0, 344.0  # what a desk and a phone have room for
 
@@ -42,7 +42,7 @@ def number(value: float) -> str:
     return "–" if not math.isfinite(value) else f"{value:.3f}"
 
 
-def listed(words: Sequence[str], most: int = 12) -> str:
+def join_words(words: Sequence[str], most: int = 12) -> str:
     """A list as it is said: a, b and c; what is beyond `most` is counted."""
     words = list(words)
     if len(words) > most:
@@ -50,14 +50,14 @@ def listed(words: Sequence[str], most: int = 12) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
-def counted(number: int, thing: str, things: str = "") -> str:
+def quantity(number: int, thing: str, things: str = "") -> str:
     """1 client, 2 clients."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
-def quoted(name: str) -> str:
+def quote(name: str) -> str:
     """A class as it is named within a sentence, where a bare 7 would be read as a number."""
-    return f"“{shortened(name, 40)}”"
+    return f"“{shorten(name, 40)}”"
 
 
 def is_are(number: int) -> str:

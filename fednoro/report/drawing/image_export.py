@@ -13,7 +13,7 @@ from fednoro.experiment.run_folder.recorded_run import read
 from fednoro.report.drawing.figure import NARROW, WIDE
 from fednoro.report.drawing.scene import Mark, Scene, corners
 from fednoro.report.figures import figures
-from fednoro.report.recorded_verdict import judged
+from fednoro.report.recorded_verdict import read_verdict
 from fednoro.report.web.palette import HEAT_STEPS, LIGHT, STYLES, Style, on_heat
 
 if TYPE_CHECKING:
@@ -40,36 +40,36 @@ def save_all(
     as wide as one of two columns.
     """
     recorded = read(run)
-    made = {figure.id: figure for _, figure in figures(recorded, judged(recorded))}
-    if unknown := sorted(set(only) - set(made)):
+    figures_by_id = {figure.id: figure for _, figure in figures(recorded, read_verdict(recorded))}
+    if unknown := sorted(set(only) - set(figures_by_id)):
         raise UserError(
-            f"this run has no figure {unknown[0]!r}: it has {', '.join(made) or 'none'}"
+            f"this run has no figure {unknown[0]!r}: it has {', '.join(figures_by_id) or 'none'}"
         )
     with disk_errors(to):
         to.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name in only or made:
-        scene = made[name].draw(NARROW if column else WIDE)
+    paths = []
+    for name in only or figures_by_id:
+        scene = figures_by_id[name].draw(NARROW if column else WIDE)
         for kind in formats:
-            written.append(to / f"{name}.{kind}")
-            write_whole(written[-1], drawn(scene, kind))
-    return written
+            paths.append(to / f"{name}.{kind}")
+            write_whole(paths[-1], export(scene, kind))
+    return paths
 
 
-def drawn(scene: Scene, kind: str, dpi: int = 300) -> bytes:
+def export(scene: Scene, kind: str, dpi: int = 300) -> bytes:
     """The scene as the content of a file of this kind; equal scenes give equal bytes."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("figures need matplotlib: pip install 'fednoro[report]'") from error
-    sure: dict[Any, Any] = {
+    settings: dict[Any, Any] = {
         "pdf.fonttype": 42,
         "svg.fonttype": "path",
         "svg.hashsalt": "fednoro",
         "font.family": "DejaVu Sans",
     }
-    with matplotlib.rc_context(sure), warnings.catch_warnings():
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
         # a name in letters that the font does not have
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure = Figure((scene.width / PIXELS_PER_INCH, scene.height / PIXELS_PER_INCH))
@@ -79,8 +79,8 @@ def drawn(scene: Scene, kind: str, dpi: int = 300) -> bytes:
         for order, mark in enumerate(scene.marks):
             _draw(axes, mark, order)
         content = io.BytesIO()
-        timeless = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind]
-        figure.savefig(content, format=kind, dpi=dpi, metadata=timeless)
+        metadata = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}[kind]
+        figure.savefig(content, format=kind, dpi=dpi, metadata=metadata)
     return content.getvalue()
 
 
@@ -127,9 +127,9 @@ def _style(mark: Mark) -> Style:
 def _look(style: Style, alpha: float | None) -> dict[str, Any]:
     from matplotlib.colors import to_rgba
 
-    covers = style.opacity * (style.fill_opacity if alpha is None else alpha)
+    opacity = style.opacity * (style.fill_opacity if alpha is None else alpha)
     return {
-        "facecolor": to_rgba(ON_PAPER[style.fill], covers) if style.fill else "none",
+        "facecolor": to_rgba(ON_PAPER[style.fill], opacity) if style.fill else "none",
         "edgecolor": to_rgba(ON_PAPER[style.stroke], style.opacity) if style.stroke else "none",
         "linewidth": style.width * POINTS_PER_PIXEL if style.stroke else 0,
         "linestyle": _dashes(style),

@@ -1,4 +1,4 @@
-"""A figure as a list of marks in pixels, drawn as inline SVG here and on paper by `static`.
+"""A figure as a list of marks in pixels, drawn as inline SVG here and on paper by `image_export`.
 
 Every mark has the name of a style, and may have a tip (what it says when pointed at) and a series
 (what its legend entry switches off).
@@ -82,10 +82,10 @@ class Scene:
         """Entries of style, words and series from left to right, on the next
         line where there is no room.
         """
-        left = x
+        start = x
         for style, words, series in entries:
-            if x > left and x + 22 + text_width(words) > self.width:
-                x, y = left, y + 17
+            if x > start and x + 22 + text_width(words) > self.width:
+                x, y = start, y + 17
             more = {"toggle": series, "series": ""} if series else {}
             if style.startswith(
                 ("series", "curve", "cleanmean", "noisymean", "unknownmean", "mark")
@@ -128,7 +128,7 @@ def printable(text: str) -> str:
     )
 
 
-def shortened(text: str, letters: int) -> str:
+def shorten(text: str, letters: int) -> str:
     """`text` in at most so many letters, with its middle left out."""
     text = printable(text)
     if len(text) <= letters:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.drawing.figure import Figure
 from fednoro.report.figures import classes, clients, detection, doubts, marks, training
-from fednoro.report.recorded_verdict import Judged
+from fednoro.report.recorded_verdict import RecordedVerdict
 
-Maker = Callable[[Recorded, Judged | None], Figure | None]
+Maker = Callable[[Recorded, RecordedVerdict | None], Figure | None]
 
 SECTIONS: dict[str, tuple[Maker, ...]] = {
     "Data": (classes.partition,),
@@ -26,14 +26,14 @@ SECTIONS: dict[str, tuple[Maker, ...]] = {
 }
 
 
-def figures(run: Recorded, found: Judged | None) -> Iterator[tuple[str, Figure]]:
+def figures(run: Recorded, verdict: RecordedVerdict | None) -> Iterator[tuple[str, Figure]]:
     """Every figure that the run has the parts for, with its section; one that
     fails is a line in `run.missing`.
     """
     for section, makers in SECTIONS.items():
         for make in makers:
             try:
-                figure = make(run, found)
+                figure = make(run, verdict)
             except Exception as error:
                 # parts that contradict each other must not take the other figures with them
                 why = (str(error).splitlines() or [""])[0][:200]

@@ -16,32 +16,32 @@ from fednoro.report.drawing.axes import (
     short_names,
     whole_ticks,
 )
-from fednoro.report.drawing.figure import Figure, Table, counted
-from fednoro.report.drawing.scene import Scene, shortened, text_width
-from fednoro.report.recorded_verdict import Judged
+from fednoro.report.drawing.figure import Figure, Table, quantity
+from fednoro.report.drawing.scene import Scene, shorten, text_width
+from fednoro.report.recorded_verdict import RecordedVerdict
 
-LAST = 10
+LAST_ROUNDS = 10
 POINTS = 600  # of a curve; more cannot be seen
 
 
-def thinned(count: int, most: int = POINTS) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def thin_out(count: int, most: int = POINTS) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Which of `count` points to draw: all, or evenly spaced ones with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
-def whole(value: float) -> str:
+def whole_number(value: float) -> str:
     return f"{value:.0f}"
 
 
-def bacc(run: Recorded, found: Judged | None) -> Figure | None:
+def bacc(run: Recorded, verdict: RecordedVerdict | None) -> Figure | None:
     """Balanced accuracy on the test set after each round, with stages, Best and Last."""
     if not run.rounds:
         return None
     numbers, values = run.numbers, run.bacc
-    best, last, final = best_last(values, LAST)
+    best, last, final = best_last(values, LAST_ROUNDS)
     at = int(values.argmax())
-    chosen = [record["validation_bacc"] for record in run.rounds]
-    end = max(run.planned, int(numbers[-1]))
+    validation_bacc = [record["validation_bacc"] for record in run.rounds]
+    end = max(run.planned_rounds, int(numbers[-1]))
     low = max(0.0, np.floor(10 * min(values.min(), best - 0.2)) / 10)
 
     def draw(width: float) -> Scene:
@@ -50,47 +50,17 @@ def bacc(run: Recorded, found: Judged | None) -> Figure | None:
         x, y = box.scales((int(numbers[0]), max(end, int(numbers[0]) + 1)), (low, 1.0))
         stage_bands(scene, run, box, x)
         draw_y(scene, box, y, round_ticks(low, 1.0), percent)
-        draw_x(scene, box, x, whole_ticks(int(numbers[0]), end), whole, "round")
-        tail = numbers[-LAST:]
+        draw_x(scene, box, x, whole_ticks(int(numbers[0]), end), whole_number, "round")
+        tail = numbers[-LAST_ROUNDS:]
         scene.rect(x(tail[0]), box.top, x(tail[-1]) - x(tail[0]), box.height, "span", series="last")
         scene.line([(x(tail[0]), y(last)), (x(tail[-1]), y(last))], "mark", series="last")
-        shown = thinned(len(values))
-        if all(value is not None for value in chosen):
-            points = [(x(numbers[i]), y(max(chosen[i], low))) for i in shown]
-            scene.line(points, "curve2", series="validation")
-        scene.line([(x(numbers[i]), y(values[i])) for i in shown], "curve", series="bacc")
-        for i in shown:
-            tip = f"round {numbers[i]}, {run.rounds[i]['stage']}: BACC {values[i]:.2%}"
-            tip += "" if chosen[i] is None else f", on the validation part {chosen[i]:.2%}"
-            scene.circle(
-                x(numbers[i]),
-                y(values[i]),
-                6 if len(values) < 120 else 3,
-                "hit",
-                tip=tip,
-                series="bacc",
-            )
-        scene.circle(
-            x(numbers[at]),
-            y(best),
-            5,
-            "accent",
-            tip=f"Best: {best:.2%} in round {numbers[at]}",
-            series="bacc",
-        )
-        right, below = x(numbers[at]) > width - 120, y(best) < box.top + 26
-        scene.text(
-            x(numbers[at]) + (6 if not right else 0),
-            y(best) + (20 if below else -9),
-            f"Best {best:.2%}",
-            "strong",
-            anchor="end" if right else "start",
-        )
+        _draw_rounds(scene, (x, y), run, low)
+        _mark_best(scene, (x, y), run, box.top)
         entries = [
             ("curve", "BACC on the test set", "bacc"),
             ("span", f"Last {last:.2%}: mean of {len(tail)} rounds", "last"),
         ]
-        if all(value is not None for value in chosen):
+        if all(value is not None for value in validation_bacc):
             entries.insert(1, ("curve2", "on the validation part", "validation"))
         scene.legend(box.left, box.bottom + 56, entries)
         return scene
@@ -98,9 +68,67 @@ def bacc(run: Recorded, found: Judged | None) -> Figure | None:
     caption = (
         "Balanced accuracy: the mean over classes of the share of test images that is recognised. "
         f"Best is {best:.2%} (round {numbers[at]}), Last {last:.2%} (mean of the last "
-        f"{min(LAST, len(values))} rounds) and final {final:.2%}. Best is chosen on the test set "
-        "and therefore flatters; Last does not."
+        f"{min(LAST_ROUNDS, len(values))} rounds) and final {final:.2%}. Best is chosen on the "
+        "test set and therefore flatters; Last does not."
     )
+    label = (
+        f"Line chart of balanced accuracy over {len(values)} rounds, from "
+        f"{values[0]:.0%} to {final:.0%}."
+    )
+    return Figure("bacc", "Balanced accuracy", caption, label, draw, _bacc_table(run))
+
+
+def _draw_rounds(scene: Scene, scales: tuple[Scale, Scale], run: Recorded, low: float) -> None:
+    """The curves of the test set and of the validation part, with a tip for each round."""
+    numbers, values = run.numbers, run.bacc
+    validation_bacc = [record["validation_bacc"] for record in run.rounds]
+    x, y = scales
+    indices = thin_out(len(values))
+    if all(value is not None for value in validation_bacc):
+        points = [(x(numbers[i]), y(max(validation_bacc[i], low))) for i in indices]
+        scene.line(points, "curve2", series="validation")
+    scene.line([(x(numbers[i]), y(values[i])) for i in indices], "curve", series="bacc")
+    for i in indices:
+        tip = f"round {numbers[i]}, {run.rounds[i]['stage']}: BACC {values[i]:.2%}"
+        tip += (
+            ""
+            if validation_bacc[i] is None
+            else f", on the validation part {validation_bacc[i]:.2%}"
+        )
+        scene.circle(
+            x(numbers[i]),
+            y(values[i]),
+            6 if len(values) < 120 else 3,
+            "hit",
+            tip=tip,
+            series="bacc",
+        )
+
+
+def _mark_best(scene: Scene, scales: tuple[Scale, Scale], run: Recorded, top: float) -> None:
+    """A dot and a label where BACC is highest."""
+    numbers, best = run.numbers, best_last(run.bacc, LAST_ROUNDS).best
+    at = int(run.bacc.argmax())
+    x, y = scales
+    scene.circle(
+        x(numbers[at]),
+        y(best),
+        5,
+        "accent",
+        tip=f"Best: {best:.2%} in round {numbers[at]}",
+        series="bacc",
+    )
+    right, below = x(numbers[at]) > scene.width - 120, y(best) < top + 26
+    scene.text(
+        x(numbers[at]) + (6 if not right else 0),
+        y(best) + (20 if below else -9),
+        f"Best {best:.2%}",
+        "strong",
+        anchor="end" if right else "start",
+    )
+
+
+def _bacc_table(run: Recorded) -> Table:
     rows = tuple(
         (
             r["round"],
@@ -114,31 +142,27 @@ def bacc(run: Recorded, found: Judged | None) -> Figure | None:
         for r in run.rounds
     )
     head = ("round", "stage", "BACC", "validation BACC", "test loss", "training loss")
-    label = (
-        f"Line chart of balanced accuracy over {len(values)} rounds, from "
-        f"{values[0]:.0%} to {final:.0%}."
-    )
-    return Figure("bacc", "Balanced accuracy", caption, label, draw, Table(head, rows))
+    return Table(head, rows)
 
 
 def stage_bands(scene: Scene, run: Recorded, box: Box, x: Scale) -> None:
     """Every other stage shaded, with its name above where there is room."""
     stages = run.stages
     for i, (name, first, last, _) in enumerate(stages):
-        left = box.left if i == 0 else x(first - 0.5)
-        right = x(min(last + 0.5, x.high)) if i < len(stages) - 1 else x(last)
+        start = box.left if i == 0 else x(first - 0.5)
+        end = x(min(last + 0.5, x.high)) if i < len(stages) - 1 else x(last)
         if i % 2 == 0:
-            scene.rect(left, box.top, right - left, box.height, "band")
+            scene.rect(start, box.top, end - start, box.height, "band")
         elif i:
-            scene.line([(left, box.top), (left, box.bottom)], "grid")
-        room = int((right - left) / text_width("n", 11))
+            scene.line([(start, box.top), (start, box.bottom)], "grid")
+        room = int((end - start) / text_width("n", 11))
         if room >= 6:
             scene.text(
-                (left + right) / 2, box.top - 9, shortened(name, room), anchor="middle", size=11
+                (start + end) / 2, box.top - 9, shorten(name, room), anchor="middle", size=11
             )
 
 
-def ramp(run: Recorded, found: Judged | None) -> Figure | None:
+def ramp(run: Recorded, verdict: RecordedVerdict | None) -> Figure | None:
     """The weight of distillation over rounds."""
     if run.ledger is None:
         return None
@@ -151,7 +175,7 @@ def ramp(run: Recorded, found: Judged | None) -> Figure | None:
         for r, v in zip(rounds, lams, strict=True)
     }
     rounds = sorted(by_round)
-    end = max(run.planned, rounds[-1])
+    end = max(run.planned_rounds, rounds[-1])
     top = max(max(by_round.values()), 0.1)
 
     def draw(width: float) -> Scene:
@@ -159,10 +183,10 @@ def ramp(run: Recorded, found: Judged | None) -> Figure | None:
         scene = Scene(width, box.bottom + 44)
         x, y = box.scales((1, max(end, 2)), (0, 1))
         draw_y(scene, box, y, (0, 0.25, 0.5, 0.75, 1), lambda v: f"{v:g}", "λ")
-        draw_x(scene, box, x, whole_ticks(1, end), whole, "round")
-        shown = [rounds[i] for i in thinned(len(rounds))]
-        scene.line([(x(r), y(by_round[r])) for r in shown], "curve")
-        for r in shown:
+        draw_x(scene, box, x, whole_ticks(1, end), whole_number, "round")
+        marked_rounds = [rounds[i] for i in thin_out(len(rounds))]
+        scene.line([(x(r), y(by_round[r])) for r in marked_rounds], "curve")
+        for r in marked_rounds:
             scene.circle(x(r), y(by_round[r]), 5, "hit", tip=f"round {r}: λ = {by_round[r]:.3f}")
         return scene
 
@@ -175,7 +199,7 @@ def ramp(run: Recorded, found: Judged | None) -> Figure | None:
     return Figure("ramp", "The ramp of λ", caption, f"λ rises to {top:.2f}.", draw, table)
 
 
-def time(run: Recorded, found: Judged | None) -> Figure | None:
+def time(run: Recorded, verdict: RecordedVerdict | None) -> Figure | None:
     """Seconds that the rounds of each stage took."""
     stages = run.stages
     if not stages or not sum(stage[3] for stage in stages):
@@ -185,20 +209,20 @@ def time(run: Recorded, found: Judged | None) -> Figure | None:
 
     def draw(width: float) -> Scene:
         names = short_names([stage[0] for stage in stages], 24)
-        left = min(max(text_width(name) for name in names) + 14, width * 0.45)
+        margin = min(max(text_width(name) for name in names) + 14, width * 0.45)
         scene = Scene(width, 12 + 32 * len(stages))
-        scale = Scale(0, longest, left, width - 96)
+        scale = Scale(0, longest, margin, width - 96)
         for i, (name, first, last, seconds) in enumerate(stages):
             y = 8 + 32 * i
-            scene.text(left - 8, y + 16, names[i], "name", anchor="end")
+            scene.text(margin - 8, y + 16, names[i], "name", anchor="end")
             each = duration(seconds / (last - first + 1))
             tip = f"{name}, rounds {first} to {last}: {duration(seconds)}, {each} a round"
-            scene.rect(left, y + 3, max(scale(seconds) - left, 1), 18, "accent", tip=tip)
+            scene.rect(margin, y + 3, max(scale(seconds) - margin, 1), 18, "accent", tip=tip)
             scene.text(scale(seconds) + 7, y + 16, duration(seconds))
         return scene
 
     caption = (
-        f"The {counted(len(run.rounds), 'round')} took {duration(total)}, "
+        f"The {quantity(len(run.rounds), 'round')} took {duration(total)}, "
         f"{duration(total / len(run.rounds))} each on average. Preparation, and exchanges between "
         "rounds such as scoring, are not among them."
     )
@@ -208,7 +232,7 @@ def time(run: Recorded, found: Judged | None) -> Figure | None:
         "time",
         "Time by stage",
         caption,
-        f"Bars of seconds for {counted(len(stages), 'stage')}.",
+        f"Bars of seconds for {quantity(len(stages), 'stage')}.",
         draw,
         table,
     )

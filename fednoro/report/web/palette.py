@@ -107,7 +107,7 @@ STYLES = {
 }
 
 
-def mixed(colour: str, paper: str, share: float) -> tuple[float, float, float]:
+def mix(colour: str, paper: str, share: float) -> tuple[float, float, float]:
     """What is seen where `colour` covers `paper` by `share`, as red, green, blue in 0..255."""
     top, below = _channels(colour), _channels(paper)
     red, green, blue = (share * a + (1 - share) * b for a, b in zip(top, below, strict=True))
@@ -124,7 +124,7 @@ def on_heat(share: float, theme: dict[str, str]) -> str:
     """Black or white: what reads better on a heat cell of this share. Nothing else
     reaches 4.5:1 on every shade.
     """
-    cell = mixed(theme["heat"], theme["paper"], share)
+    cell = mix(theme["heat"], theme["paper"], share)
     return max("#000000", "#ffffff", key=lambda colour: contrast(cell, _channels(colour)))
 
 
