@@ -31,8 +31,9 @@ from fednoro.audit.simulated_audit import Outcome, Subject, examine, open_subjec
 from fednoro.audit.site_letter import COLUMNS, TOP, Holding, Judgement, rows, write_letter
 from fednoro.core.files import disk_errors, write_json, write_whole
 from fednoro.core.types import UserError
+from fednoro.core.wording import percent
 from fednoro.experiment.drive import Watcher, warnings_to
-from fednoro.report.web.audit_shell import percent, plain
+from fednoro.report.web.audit_shell import plain
 
 
 @dataclass(frozen=True)

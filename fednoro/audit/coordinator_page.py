@@ -10,7 +10,8 @@ from typing import Any
 from fednoro.audit.confident_learning import NEVER
 from fednoro.audit.estimates import Estimate, Findings, SiteFinding, judged_at_most
 from fednoro.core.types import FloatArray
-from fednoro.report.web.audit_shell import percent, plain, render
+from fednoro.core.wording import first_names, percent
+from fednoro.report.web.audit_shell import plain, render
 
 MANY_WRONG = 0.1  # a site whose interval begins above this is named in the headline
 # a share over all sites above which the model is to be doubted before the labels
@@ -260,9 +261,7 @@ def _calm(findings: Findings) -> bool:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:LISTED_AT_MOST]) + (
-        f" and {len(names) - LISTED_AT_MOST} more" if len(names) > LISTED_AT_MOST else ""
-    )
+    return first_names(names, LISTED_AT_MOST)
 
 
 def _training_text(account: Account) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fednoro.core.types import UserError
+from fednoro.core.wording import megabytes, one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +57,7 @@ def export(
             what = "test" if result.real else "made-up"
             bound = f", allowed {TOLERANCE:g} · (1 + |logit|)" if kind == "onnx" else ""
             Console(emoji=False).print(
-                f"wrote {escape(str(result.path))} ({result.bytes / 1e6:,.1f} MB); on "
+                f"wrote {escape(str(result.path))} ({megabytes(result.bytes)}); on "
                 f"{result.images} {what} images its logits differ from the network's by at "
                 f"most {result.difference:.1e}{bound}",
                 highlight=False,
@@ -112,16 +113,14 @@ def _table(predictions: Predictions, top: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    def printable(text: str) -> Text:
-        # Names of files and classes may hold line ends and what steers a terminal.
-        return Text("".join(char if char.isprintable() else "�" for char in text))
-
     table = Table("image", "class", box=None)
     table.add_column("probability", justify="right")
     rows = [row for row in predictions.rows if not row.error]
     for row in rows[:ROWS_ON_SCREEN]:
         for i, (name, share) in enumerate(predictions.top(row, top)):
-            table.add_row(printable("" if i else row.path), printable(name), f"{share:.1%}")
+            table.add_row(
+                Text(one_line("" if i else row.path)), Text(one_line(name)), f"{share:.1%}"
+            )
     if len(rows) > ROWS_ON_SCREEN:
         table.add_row(f"… and {len(rows) - ROWS_ON_SCREEN} more: --to FILE has all of them")
     return table

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fednoro.core.types import UserError
+from fednoro.core.wording import one_line
 
 if TYPE_CHECKING:
     from fednoro.data.cache.preparation import Prepared
@@ -113,9 +114,7 @@ def _sites_table(preparation: Prepared) -> Table:
     table = Table("site", box=None, padding=(0, 2, 0, 0))
     table.add_column("images", justify="right")
     for name, count in preparation.sites.items():
-        table.add_row(
-            Text("".join(char if char.isprintable() else "�" for char in name)), f"{count:,}"
-        )
+        table.add_row(Text(one_line(name)), f"{count:,}")
     return table
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fednoro.core.files import disk_errors, to_disk, whole, write_whole
 from fednoro.core.types import State, UserError, Weights
+from fednoro.core.wording import first_names
 from fednoro.data.client import Client
 from fednoro.engine.streams import current, finish, stream
 from fednoro.experiment.config.configuration import (
@@ -288,15 +289,10 @@ def check_unchanged(folder: Path, config: Config) -> None:
         for key in {**first_options, **options}
         if key not in CHANGEABLE_KEYS and first_options.get(key) != options.get(key)
     ]:
-        listing = ", ".join(
-            f"{key} (was {first_options.get(key)}, is {options.get(key)})"
-            for key in changed_keys[:LISTED_AT_MOST]
-        )
-        listing += (
-            f" and {len(changed_keys) - LISTED_AT_MOST} more"
-            if len(changed_keys) > LISTED_AT_MOST
-            else ""
-        )
+        changes = [
+            f"{key} (was {first_options.get(key)}, is {options.get(key)})" for key in changed_keys
+        ]
+        listing = first_names(changes, LISTED_AT_MOST)
         file = folder / "config.yaml"
         raise UserError(
             f"{file} has changed since the run began: {listing}. Set it back, or begin another run "

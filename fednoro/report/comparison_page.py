@@ -11,17 +11,10 @@ from functools import partial
 import numpy as np
 
 from fednoro.core.types import FloatArray
+from fednoro.core.wording import join_words, percent, quantity
 from fednoro.report.comparison import CONFIDENCE, MEASURES, Comparison, Difference, Group, interval
-from fednoro.report.drawing.axes import (
-    Box,
-    Scale,
-    draw_x,
-    draw_y,
-    percent,
-    round_ticks,
-    whole_ticks,
-)
-from fednoro.report.drawing.figure import Cell, Figure, Table, join_words, quantity
+from fednoro.report.drawing.axes import Box, Scale, draw_x, draw_y, round_ticks, whole_ticks
+from fednoro.report.drawing.figure import Cell, Figure, Table
 from fednoro.report.drawing.scene import Scene, shorten
 from fednoro.report.figures.training import thin_out, whole_number
 from fednoro.report.page import drawing, page

@@ -11,8 +11,9 @@ import numpy as np
 
 from fednoro.core.metrics import best_last, per_class_recall
 from fednoro.core.types import FloatArray, IntArray
+from fednoro.core.wording import is_are, join_words, quantity
 from fednoro.experiment.run_folder.recorded_run import Recorded
-from fednoro.report.drawing.figure import is_are, join_words, quantity, quote
+from fednoro.report.drawing.figure import quote
 from fednoro.report.drawing.scene import shorten
 from fednoro.report.recorded_verdict import OTHER_STARTS, RecordedVerdict
 

@@ -17,8 +17,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fednoro.core.files import write_whole
+from fednoro.core.wording import quantity
 from fednoro.experiment.run_folder.recorded_run import Recorded, read
-from fednoro.report.drawing.figure import NARROW, WIDE, Cell, Figure, quantity
+from fednoro.report.drawing.figure import NARROW, WIDE, Cell, Figure
 from fednoro.report.drawing.scene import printable
 from fednoro.report.figures import figures
 from fednoro.report.figures.training import duration

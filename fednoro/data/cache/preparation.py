@@ -34,6 +34,7 @@ from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
 from fednoro.core.files import take_lock
 from fednoro.core.types import FedNoRoWarning, UserError
+from fednoro.core.wording import megabytes
 from fednoro.data.cache import manifest
 from fednoro.data.cache.archive import Member, Tree
 from fednoro.data.cache.rows import (
@@ -391,11 +392,7 @@ def _explain_disk_errors(home: Path, needed_bytes: int) -> Iterator[None]:
 
 def _no_room_error(home: Path, needed_bytes: int, free_bytes: int) -> UserError:
     return UserError(
-        f"the image cache needs {_megabytes(needed_bytes)} in {home}, "
-        f"{_megabytes(free_bytes)} are free; free some and run again to go on, "
+        f"the image cache needs {megabytes(needed_bytes)} in {home}, "
+        f"{megabytes(free_bytes)} are free; free some and run again to go on, "
         f"or {_OTHER_FOLDER_ADVICE}"
     )
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"

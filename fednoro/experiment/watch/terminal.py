@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fednoro.core.types import State
+from fednoro.core.wording import megabytes, one_line
 from fednoro.data.cache.preparation import Prepared
 from fednoro.data.federation import Federation
 from fednoro.detection.verdicts import verdicts
@@ -293,7 +294,7 @@ def prepared_table(preparation: Prepared) -> Group:
         else f"{preparation.seconds:.1f} s, {total / max(preparation.seconds, 1e-9):,.0f} images/s"
     )
     lines = [
-        f"{total:,} images, {preparation.bytes / 1e6:,.1f} MB in {preparation.folder} "
+        f"{total:,} images, {megabytes(preparation.bytes)} in {preparation.folder} "
         f"({duration_text})"
     ]
     if preparation.skipped:
@@ -315,7 +316,7 @@ def prepared_table(preparation: Prepared) -> Group:
 
 def _printable(line: str) -> Text:
     # Names of files and classes may hold line ends and what steers a terminal.
-    return Text("".join(char if char.isprintable() else "�" for char in line))
+    return Text(one_line(line))
 
 
 def seeds_table(runs: Sequence[Run]) -> Table:

@@ -55,15 +55,3 @@ def run_inspection(
 
 def passed(checks: Iterable[Check]) -> bool:
     return all(check.status != "failed" for check in checks)
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
-def few(names: Iterable[str], limit: int = 6) -> str:
-    """The first names of a long list."""
-    all_names = list(names)
-    rest = len(all_names) - limit
-    return ", ".join(all_names[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from fednoro.core.types import UserError
+from fednoro.core.wording import first_names, memory_size
 from fednoro.data.cache.preparation import Plan, Preparable, home_folder
 from fednoro.data.cache.preparation import prepare as prepare_cache
 from fednoro.data.sources import Source
 from fednoro.engine.choose import choose_device
 from fednoro.experiment.config.configuration import Config
-from fednoro.flower.ops.checks import Check, failed, few, ok, size, warning
+from fednoro.flower.ops.checks import Check, failed, ok, warning
 from fednoro.models import initialise
 
 SAMPLE = 200  # images that are decoded to see whether they can be read
@@ -77,17 +78,22 @@ def _inspect_cache(source: Source, cache_bytes: int) -> Iterator[Check]:
         advice = "free some, or choose another folder with data.cache in site.yaml"
         yield failed(
             "disk",
-            f"the image cache needs {size(cache_bytes)} in {home}, {size(free)} are free",
+            f"the image cache needs {memory_size(cache_bytes)} in {home}, "
+            f"{memory_size(free)} are free",
             advice,
         )
     elif free < 2 * cache_bytes:
         yield warning(
             "disk",
-            f"the image cache takes {size(cache_bytes)} of {size(free)} free in {home}",
+            f"the image cache takes {memory_size(cache_bytes)} of {memory_size(free)} "
+            f"free in {home}",
             "free some",
         )
     else:
-        yield ok("disk", f"{size(free)} free in {home}, the image cache takes {size(cache_bytes)}")
+        yield ok(
+            "disk",
+            f"{memory_size(free)} free in {home}, the image cache takes {memory_size(cache_bytes)}",
+        )
 
 
 def _read_some(plan: Plan, holding: Holding) -> Iterator[Check]:
@@ -127,7 +133,7 @@ def _read_all(source: Source, holding: Holding) -> Iterator[Check]:
 def _image_check(message: str, broken_images: Sequence[str], attempts: int) -> Check:
     if not broken_images:
         return ok("data", message)
-    finding = f"{message}; {len(broken_images)} could not be: {few(broken_images, 3)}"
+    finding = f"{message}; {len(broken_images)} could not be: {first_names(broken_images, 3)}"
     if 2 * len(broken_images) > attempts:
         return failed("data", finding, "export the images again as JPEG, PNG or DICOM")
     return warning("data", finding, "export those again; they are left out otherwise")
@@ -139,7 +145,7 @@ def _omission_warning(names: Sequence[str]) -> Iterator[Check]:
             "nothing to do unless they are images: then see data.csv and "
             "the types of files that are read"
         )
-        yield warning("data", f"left out, {len(names)} in all: {few(names, 3)}", advice)
+        yield warning("data", f"left out, {len(names)} in all: {first_names(names, 3)}", advice)
 
 
 def inspect_labels(
@@ -156,7 +162,7 @@ def inspect_labels(
         advice = "give them with --classes or --run-config to compare"
         yield warning(
             "classes",
-            f"the federation's class names are not known; here: {few(counts, 12)}",
+            f"the federation's class names are not known; here: {first_names(counts, 12)}",
             advice,
         )
     elif tuple(federation_classes) == holding.classes:
@@ -175,7 +181,7 @@ def inspect_labels(
     elif missing:
         yield warning(
             "labels",
-            f"no image of {few(missing)}",
+            f"no image of {first_names(missing)}",
             "nothing to do if that is so; else look for lost labels",
         )
     if tiny:
@@ -183,7 +189,7 @@ def inspect_labels(
             "min_count in site.yaml keeps their losses at home; check "
             "that they are no slips of the pen"
         )
-        yield warning("labels", f"fewer than {TINY_CLASS} images of {few(tiny)}", advice)
+        yield warning("labels", f"fewer than {TINY_CLASS} images of {first_names(tiny)}", advice)
     if not missing and not tiny:
         yield ok("labels", f"{min(counts.values())} to {max(counts.values())} images in each class")
     yield from _inspect_privacy(counts, min_count, epsilon)
@@ -197,13 +203,13 @@ def _mismatch(site_classes: tuple[str, ...], federation_classes: Sequence[str]) 
     if unknown_classes := [name for name in site_classes if name not in federation_classes]:
         return failed(
             "classes",
-            f"the federation has no class {few(unknown_classes)}; "
-            f"it has {few(federation_classes, 12)}",
+            f"the federation has no class {first_names(unknown_classes)}; it has "
+            f"{first_names(federation_classes, 12)}",
             advice,
         )
     if lost_classes := [name for name in federation_classes if name not in site_classes]:
-        return failed("classes", f"{few(lost_classes)} not among the classes here", advice)
-    return failed("classes", f"the order differs: here {few(site_classes, 12)}", advice)
+        return failed("classes", f"{first_names(lost_classes)} not among the classes here", advice)
+    return failed("classes", f"the order differs: here {first_names(site_classes, 12)}", advice)
 
 
 def _inspect_privacy(
@@ -221,7 +227,7 @@ def _inspect_privacy(
     elif withheld_classes:
         yield warning(
             "privacy",
-            f"losses of {few(withheld_classes)} are withheld",
+            f"losses of {first_names(withheld_classes)} are withheld",
             "wanted, if you set min_count; gaps make the verdict on this site less sure",
         )
     elif min_count or epsilon is not None:
@@ -254,11 +260,11 @@ def inspect_memory_folder(folder: Path) -> Iterator[Check]:
     if free < MEMORY_FOLDER_BYTES:
         yield failed(
             "disk",
-            f"{size(free)} free in the memory folder {folder}",
-            f"free {size(MEMORY_FOLDER_BYTES)}",
+            f"{memory_size(free)} free in the memory folder {folder}",
+            f"free {memory_size(MEMORY_FOLDER_BYTES)}",
         )
     else:
-        yield ok("disk", f"the memory folder {folder} can be written, {size(free)} free")
+        yield ok("disk", f"the memory folder {folder} can be written, {memory_size(free)} free")
 
 
 def inspect_device(name: str) -> Iterator[Check]:
@@ -271,7 +277,7 @@ def inspect_device(name: str) -> Iterator[Check]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         torch.ones(8, device=device).sum().item()
-        yield ok("device", f"{properties.name}, {size(properties.total_memory)}")
+        yield ok("device", f"{properties.name}, {memory_size(properties.total_memory)}")
     elif name == "auto":
         advice = (
             "for a GPU install its driver and a CUDA build of torch; "
@@ -324,7 +330,7 @@ def _memory_estimate(config: Config, holding: Holding) -> tuple[float, int]:
 def _memory_check(
     name: str, needed_bytes: float, free_bytes: float, what: str, advice: str
 ) -> Check:
-    message = f"{what} takes about {size(needed_bytes)}, {size(free_bytes)} are free"
+    message = f"{what} takes about {memory_size(needed_bytes)}, {memory_size(free_bytes)} are free"
     if needed_bytes > free_bytes:
         return failed(name, message, advice)
     return (
@@ -376,8 +382,8 @@ def inspect_packages() -> Iterator[Check]:
     versions = ", ".join(f"{name} {version(name)}" for name in ("fednoro", "flwr", "torch"))
     yield ok(
         "packages",
-        f"Python {sys.version.split()[0]}, {versions}; "
-        "fednoro and flwr must be the coordinator's too",
+        f"Python {sys.version.split()[0]}, {versions}; fednoro and "
+        "flwr must be the coordinator's too",
     )
 
 

@@ -144,10 +144,6 @@ def room_left(names: Sequence[str], size: float = 11) -> float:
     return max((text_width(name, size) for name in names), default=0) + 10
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.0f}%"
-
-
 def stands_free(
     place: tuple[float, float], name: str, others: Iterable[tuple[float, float]]
 ) -> bool:

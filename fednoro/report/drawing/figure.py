@@ -5,7 +5,7 @@ the same numbers as a table.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fednoro.report.drawing.scene import Scene, shorten
@@ -42,23 +42,6 @@ def number(value: float) -> str:
     return "–" if not math.isfinite(value) else f"{value:.3f}"
 
 
-def join_words(words: Sequence[str], most: int = 12) -> str:
-    """A list as it is said: a, b and c; what is beyond `most` is counted."""
-    words = list(words)
-    if len(words) > most:
-        return f"{', '.join(words[:most])} and {len(words) - most} more"
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
-
-
-def quantity(number: int, thing: str, things: str = "") -> str:
-    """1 client, 2 clients."""
-    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
-
-
 def quote(name: str) -> str:
     """A class as it is named within a sentence, where a bare 7 would be read as a number."""
     return f"“{shorten(name, 40)}”"
-
-
-def is_are(number: int) -> str:
-    return "is" if number == 1 else "are"

@@ -11,18 +11,11 @@ import numpy as np
 
 from fednoro.core.metrics import per_class_recall
 from fednoro.core.types import FloatArray, IntArray
+from fednoro.core.wording import join_words, percent, quantity
 from fednoro.experiment.run_folder.recorded_run import Holdings, Recorded
-from fednoro.report.drawing.axes import (
-    Box,
-    draw_x,
-    names_below,
-    percent,
-    room_below,
-    room_left,
-    short_names,
-)
+from fednoro.report.drawing.axes import Box, draw_x, names_below, room_below, room_left, short_names
 from fednoro.report.drawing.client_grid import Grid
-from fednoro.report.drawing.figure import Cell, Figure, Table, join_words, quantity, quote
+from fednoro.report.drawing.figure import Cell, Figure, Table, quote
 from fednoro.report.drawing.scene import Scene
 from fednoro.report.recorded_verdict import RecordedVerdict
 from fednoro.report.web.palette import HEAT_STEPS

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from fednoro.core.types import FloatArray, IntArray
+from fednoro.core.wording import quantity
 from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.drawing.axes import Box, Scale, draw_x, draw_y, round_ticks, whole_ticks
-from fednoro.report.drawing.figure import Cell, Figure, Table, quantity
+from fednoro.report.drawing.figure import Cell, Figure, Table
 from fednoro.report.drawing.scene import Scene
 from fednoro.report.figures.training import stage_bands, thin_out, whole_number
 from fednoro.report.recorded_verdict import RecordedVerdict

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from fednoro.core.types import BoolArray, FloatArray
+from fednoro.core.wording import is_are, join_words, quantity
 from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.drawing.axes import (
     Box,
@@ -22,7 +23,7 @@ from fednoro.report.drawing.axes import (
     stands_free,
 )
 from fednoro.report.drawing.client_grid import GROUP_GAP, NARROWEST_COLUMN, Grid
-from fednoro.report.drawing.figure import Figure, Table, is_are, join_words, number, quantity
+from fednoro.report.drawing.figure import Figure, Table, number
 from fednoro.report.drawing.scene import Scene, shorten, text_width
 from fednoro.report.recorded_verdict import Mixture, RecordedVerdict
 

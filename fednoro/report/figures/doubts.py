@@ -7,18 +7,18 @@ from __future__ import annotations
 import numpy as np
 
 from fednoro.core.types import FloatArray
+from fednoro.core.wording import is_are, percent, quantity
 from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.drawing.axes import (
     Box,
     Scale,
     draw_x,
     draw_y,
-    percent,
     round_ticks,
     short_names,
     stands_free,
 )
-from fednoro.report.drawing.figure import Figure, Table, is_are, number, quantity
+from fednoro.report.drawing.figure import Figure, Table, number
 from fednoro.report.drawing.scene import Scene, text_width
 from fednoro.report.recorded_verdict import RecordedVerdict
 

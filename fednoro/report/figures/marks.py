@@ -10,18 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from fednoro.core.types import FloatArray
+from fednoro.core.wording import percent, quantity
 from fednoro.experiment.run_folder.recorded_run import Recorded
-from fednoro.report.drawing.axes import (
-    Box,
-    Scale,
-    draw_y,
-    names_below,
-    percent,
-    room_below,
-    short_names,
-)
+from fednoro.report.drawing.axes import Box, Scale, draw_y, names_below, room_below, short_names
 from fednoro.report.drawing.client_grid import NARROWEST_COLUMN
-from fednoro.report.drawing.figure import Figure, Table, number, quantity
+from fednoro.report.drawing.figure import Figure, Table, number
 from fednoro.report.drawing.scene import Scene
 from fednoro.report.recorded_verdict import RecordedVerdict
 

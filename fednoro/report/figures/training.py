@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from fednoro.core.metrics import best_last
+from fednoro.core.wording import percent, quantity
 from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.drawing.axes import (
     Box,
     Scale,
     draw_x,
     draw_y,
-    percent,
     round_ticks,
     short_names,
     whole_ticks,
 )
-from fednoro.report.drawing.figure import Figure, Table, quantity
+from fednoro.report.drawing.figure import Figure, Table
 from fednoro.report.drawing.scene import Scene, shorten, text_width
 from fednoro.report.recorded_verdict import RecordedVerdict
 

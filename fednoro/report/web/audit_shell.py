@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from fednoro.core.wording import one_line, percent
 from fednoro.report.web.palette import DARK, LIGHT
 
 # Beside the report's colours: the edges of controls (3:1 on paper), and the ground
@@ -75,13 +76,8 @@ def _text(name: str) -> str:
     return (files("fednoro.report.web") / "templates" / "audit" / name).read_text(encoding="utf-8")
 
 
-def percent(share: float) -> str:
-    """A share in whole percent."""
-    return f"{100 * share:.0f}%"
-
-
 def plain(text: str) -> str:
     """A name on one line, without what would steer a terminal or turn
     the direction of writing round.
     """
-    return "".join(char if char.isprintable() else "�" for char in text) or "(no name)"
+    return one_line(text) or "(no name)"
