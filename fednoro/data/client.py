@@ -1,5 +1,5 @@
-"""A client: which samples it holds, the labels it was given, and what
-it remembers between rounds.
+"""A client: which samples it holds, the labels it was given,
+and what it remembers between rounds.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from fednoro.data.split import Parts, Split
 
 @dataclass(frozen=True)
 class Federation:
-    """Train, validation and test part, the clients' samples, and their
-    labels before and after noise.
+    """Train, validation and test part, the clients' samples,
+    and their labels before and after noise.
     """
 
     train: IntArray
@@ -93,7 +93,7 @@ class Federation:
                     leakage=json.loads(str(file["leakage"])) if "leakage" in file else {},
                 )
         except Exception as error:
-            # numpy and zipfile raise a different type for each kind of damage
+            # numpy and zipfile raise a different type for each kind of damage.
             raise UserError(
                 f"{path} is damaged ({str(error).splitlines()[0]}): start the run anew"
             ) from error
@@ -142,8 +142,8 @@ def assemble(
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """Tells whether a resumed run sees the data it began with: all
-    labels, and a sample of the images.
+    """Tells whether a resumed run sees the data it began with:
+    all labels, and a sample of the images.
     """
     digest = hashlib.sha256(repr((dataset.images.shape, dataset.classes)).encode())
     digest.update(np.ascontiguousarray(dataset.labels).tobytes())

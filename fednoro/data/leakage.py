@@ -1,5 +1,5 @@
-"""What a held-out part shares with the parts before it: samples, groups,
-and images of the same pixels.
+"""What a held-out part shares with the parts before it:
+samples, groups, and images of the same pixels.
 
 Accuracy on an image whose patient, or whose very copy, was trained on
 says little about new patients.
@@ -22,8 +22,8 @@ Report = dict[str, dict[str, int]]
 
 
 def leakage(dataset: Dataset, parts: Parts) -> Report:
-    """Validation against training, and test against both: counts per part,
-    each one above 0 with a warning.
+    """Validation against training, and test against both:
+    counts per part, each one above 0 with a warning.
 
     `samples` are in both, `groups` too, `grouped_images` are this part's images of such groups, and
     `identical_images` are this part's images with the same pixels as one over there.

@@ -1,5 +1,5 @@
-"""Which client holds which sample: the paper's Bernoulli–Dirichlet split,
-Dirichlet, IID and natural sites.
+"""Which client holds which sample:
+the paper's Bernoulli–Dirichlet split, Dirichlet, IID and natural sites.
 
 Every function gives each sample to exactly one client, as sorted indices, one array per client.
 """
@@ -36,8 +36,8 @@ def bernoulli_dirichlet(
     rng: np.random.Generator,
     min_size: int = 1,
 ) -> list[IntArray]:
-    """The paper's split: Φ_kc ~ Bernoulli(p); class c is divided by a Dirichlet(α)
-    over the clients with Φ_kc = 1.
+    """The paper's split: Φ_kc ~ Bernoulli(p);
+    class c is divided by a Dirichlet(α) over the clients with Φ_kc = 1.
 
     A draw with a class that nobody owns or a client under `min_size` is repeated as a
     whole, which leaves exactly the paper's law given a valid split; repeating only the row
@@ -91,8 +91,8 @@ def bernoulli_dirichlet(
 def dirichlet(
     labels: IntArray, clients: int, alpha: float, rng: np.random.Generator, min_size: int = 1
 ) -> list[IntArray]:
-    """Each class is divided by its own Dirichlet(α) over all clients; redrawn until
-    all hold `min_size` samples.
+    """Each class is divided by its own Dirichlet(α) over all clients;
+    redrawn until all hold `min_size` samples.
     """
     return bernoulli_dirichlet(labels, clients, 1.0, alpha, rng, min_size)
 

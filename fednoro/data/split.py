@@ -1,5 +1,5 @@
-"""Train, validation and test: stratified by class and, where samples belong to groups,
-with every group on one side.
+"""Train, validation and test:
+stratified by class and, where samples belong to groups, with every group on one side.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def write_split(path: Path, dataset: Dataset, parts: Parts) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("id", "part"))
     writer.writerows((sample, part_of[i]) for i, sample in enumerate(_ids(dataset)))
-    # ids may be names that are not UTF-8
+    # Ids may be names that are not UTF-8.
     write_whole(path, text.getvalue().encode(errors="surrogateescape"))
 
 
@@ -204,8 +204,8 @@ def _hold_out_images(label: IntArray, share: float, rng: np.random.Generator) ->
 def _hold_out_groups(
     label: IntArray, group: IntArray, share: float, rng: np.random.Generator
 ) -> BoolArray:
-    """Whole groups, the class with the fewest of them first; each to the side
-    that keeps the shares nearest.
+    """Whole groups, the class with the fewest of them first;
+    each to the side that keeps the shares nearest.
     """
     counts = np.zeros((group.max() + 1, label.max() + 1))  # G×C
     np.add.at(counts, (group, label), 1)

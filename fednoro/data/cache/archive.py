@@ -45,8 +45,8 @@ class Tree(Protocol):
         """All regular files but hidden ones."""
 
     def stamp(self, name: str) -> tuple[int, int] | None:
-        """Two numbers of which one changes with the content: size and time or
-        checksum; None where there is none.
+        """Two numbers of which one changes with the content:
+        size and time or checksum; None where there is none.
         """
 
     def member(self, name: str) -> Member:
@@ -57,8 +57,8 @@ class Tree(Protocol):
 
 
 def open_tree(path: Path) -> Tree:
-    """Lists a folder or a zip; a `UserError` names a zip that is damaged,
-    encrypted or reaches outside itself.
+    """Lists a folder or a zip;
+    a `UserError` names a zip that is damaged, encrypted or reaches outside itself.
     """
     path = path.expanduser().resolve()
     if path.is_dir():
@@ -193,7 +193,7 @@ class _PackedFile:
             data = file.read(self.packed_size)
         if self.method == zipfile.ZIP_DEFLATED:
             try:
-                # a bomb may lie about its size
+                # A bomb may lie about its size.
                 data = zlib.decompressobj(-15).decompress(data, self.size + 1)
             except zlib.error:
                 raise UserError("the zip is damaged here") from None

@@ -1,5 +1,5 @@
-"""CSV files as people keep them: their rows with line numbers, and one clear
-line where they cannot be read.
+"""CSV files as people keep them:
+their rows with line numbers, and one clear line where they cannot be read.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def check_pydicom() -> None:
 
 
 def is_dicom(data: bytes) -> bool:
-    """Whether `data` begins as a DICOM file does, with its preamble or, as
-    older ones, with a first element.
+    """Whether `data` begins as a DICOM file does,
+    with its preamble or, as older ones, with a first element.
     """
     if data[128:132] == b"DICM":
         return True
@@ -60,8 +60,8 @@ def is_dicom(data: bytes) -> bool:
 def decode_dicom(
     data: bytes, size: int, window: Window = "file", crop: Crop = "resize"
 ) -> NDArray[np.uint8]:
-    """One image, 8 bits, size×size×channels: one channel, or brain, subdural and bone
-    windows as three for `triple`.
+    """One image, 8 bits, size×size×channels:
+    one channel, or brain, subdural and bone windows as three for `triple`.
 
     `file` is the window that the file itself names first, or the whole range of
     its values where it names none.

@@ -1,5 +1,5 @@
-"""The file beside a cache's images that says what they are: for people
-above, a line per column below.
+"""The file beside a cache's images that says what they are:
+for people above, a line per column below.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes it, and does not return before it is on the disk."""
     lines = ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in manifest.items())
     with (folder / MANIFEST).open("wb") as file:
-        # names of files may be any bytes
+        # Names of files may be any bytes.
         file.write(f"{{\n{lines}\n}}\n".encode("utf-8", "surrogatepass"))
         to_disk(file)
 
 
 def read(folder: Path) -> tuple[Dataset, dict[str, Any]]:
-    """The images as a memory map, and the manifest; a `UserError` names a
-    cache whose parts do not agree.
+    """The images as a memory map, and the manifest;
+    a `UserError` names a cache whose parts do not agree.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes().decode("utf-8", "surrogatepass"))

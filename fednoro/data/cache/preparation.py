@@ -2,8 +2,8 @@
 manifest that says what is in it.
 
     <home>/<name>-<fingerprint>/images.npy     uint8 [N, H, W, C]
-                                manifest.json  classes, labels, ids, what
-                                was skipped and why, checksums
+                                manifest.json  classes, labels, ids, what was skipped and why,
+                                               checksums
 
 A cache is written next to its final place and renamed when it is complete, so it is either whole or
 absent. What a preparation that was stopped or killed has left (`….preparing`) is gone on with by
@@ -98,8 +98,8 @@ class Preparable(Protocol):
     """A source whose images are decoded once."""
 
     def plan(self, progress: Progress | None = None) -> Plan:
-        """What is to be decoded, and how; `progress` hears of it where
-        finding that out takes time.
+        """What is to be decoded, and how;
+        `progress` hears of it where finding that out takes time.
         """
 
 
@@ -160,8 +160,8 @@ def load(
 
 
 def verify(cache_dir: Path) -> Dataset:
-    """Reads a whole cache and compares it with its checksum; a
-    `UserError` names one that is damaged.
+    """Reads a whole cache and compares it with its checksum;
+    a `UserError` names one that is damaged.
     """
     dataset, facts = manifest.read(cache_dir)
     if manifest.sha256(cache_dir / IMAGES) != facts["sha256"]:
@@ -233,7 +233,7 @@ def _prepare(
     try:
         _check_losses(recipe, unreadable)
     except UserError:
-        # mended files have other stamps: nobody goes on from here
+        # Mended files have other stamps: nobody goes on from here.
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     manifest.write(temporary, _describe(temporary, plan, stamps, fingerprint, unreadable))
@@ -348,8 +348,8 @@ def _last_touched(folder: Path) -> float:
 
 @contextmanager
 def _lock(path: Path, wait: bool) -> Iterator[bool]:
-    """Holds the lock file and removes it afterwards; without `wait`, yields False
-    where another process has it.
+    """Holds the lock file and removes it afterwards;
+    without `wait`, yields False where another process has it.
     """
     while True:
         with path.open("a") as handle:
@@ -358,7 +358,7 @@ def _lock(path: Path, wait: bool) -> Iterator[bool]:
                     yield True
                 finally:
                     with suppress(OSError):
-                        # Windows does not remove open files: the lock file stays
+                        # Windows does not remove open files: the lock file stays.
                         path.unlink()
                 return
         if not wait:

@@ -1,5 +1,5 @@
-"""Images decoded in parallel and appended in order to one array, so that a preparation
-can be killed and gone on with.
+"""Images decoded in parallel and appended in order to one array,
+so that a preparation can be killed and gone on with.
 
     images.npy   the array: a header, then one row of bytes per image that could be read
     journal      the fingerprint, then a line per record: its row's CRC-32, or why it has none
@@ -59,8 +59,8 @@ def write_rows(
     workers: Workers,
     progress: Progress | None,
 ) -> dict[int, str]:
-    """Decodes what `folder` does not hold yet; the positions that could
-    not be read, with the reason.
+    """Decodes what `folder` does not hold yet;
+    the positions that could not be read, with the reason.
     """
     total, row_size = len(members), math.prod(shape)
     for name in (IMAGES, JOURNAL):

@@ -1,5 +1,5 @@
-"""Wrong labels on some clients: heterogeneous instance-dependent noise
-and the usual synthetic kinds.
+"""Wrong labels on some clients:
+heterogeneous instance-dependent noise and the usual synthetic kinds.
 
 H-IDN is Algorithm 1 of FedNoRo (Wu et al., IJCAI 2023): ρK clients are noisy; on noisy client k an
 annotator trained on its own clean data gives p(Y|x), η_k ~ U(η_l, η_u), and η_k·N_k samples drawn
@@ -44,7 +44,7 @@ def flip_labels(
     if len(p) != len(noisy):
         raise UserError(f"probabilities must have one row per label ({len(noisy)}), got {len(p)}")
 
-    # what remains of a row sums to 1 − p(y|x), also where 1 − p would round to 0
+    # What remains of a row sums to 1 − p(y|x), also where 1 − p would round to 0.
     p[np.arange(len(p)), noisy] = 0
     doubt = p.sum(axis=1)
     if n > (changeable := np.count_nonzero(doubt)):
@@ -92,8 +92,8 @@ def transition(labels: IntArray, matrix: ArrayLike, rng: np.random.Generator) ->
 
 
 def read_matrix(path: str | Path) -> FloatArray:
-    """A matrix from a .npy file or from text with columns separated by
-    commas, semicolons or spaces.
+    """A matrix from a .npy file
+    or from text with columns separated by commas, semicolons or spaces.
     """
     content = read_content(path)
     try:
@@ -176,8 +176,8 @@ def _relabel_noisy_clients(
     relabel: Callable[[int, IntArray, np.random.Generator], IntArray],
     prepare: Callable[[list[int]], None] = lambda noisy_clients: None,
 ) -> Noise:
-    """Draws round(rate·K) clients; `relabel` gives client k's labels anew from the
-    true ones and its own generator.
+    """Draws round(rate·K) clients;
+    `relabel` gives client k's labels anew from the true ones and its own generator.
     """
     n = round(rate * len(parts))
     if rate and not n:

@@ -1,5 +1,5 @@
-"""What the archives of dermoscopic images have in common: images by their id, tables
-beside them, published counts.
+"""What the archives of dermoscopic images have in common:
+images by their id, tables beside them, published counts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fednoro.data.cache.preparation import Plan, Recipe, Record
 
 @dataclass(frozen=True)
 class Zips:
-    """Some zips of a folder as one tree, with names such as
-    `HAM10000_images_part_1.zip/ISIC_0024306.jpg`.
+    """Some zips of a folder as one tree,
+    with names such as `HAM10000_images_part_1.zip/ISIC_0024306.jpg`.
     """
 
     path: Path
@@ -158,8 +158,8 @@ def plan_matched(
     size: int,
     crop: Crop,
 ) -> Plan:
-    """What to ask of the cache: the labelled images that are there. `records`
-    get their paths here, by id.
+    """What to ask of the cache: the labelled images that are there.
+    `records` get their paths here, by id.
 
     Part of an archive is a data set too, so any number of labels may be without an image and of
     images without a label, as long as no class vanishes.

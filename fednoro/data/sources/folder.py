@@ -1,4 +1,4 @@
-"""The user's own images, decoded once into a cache (see `cache.py`)
+"""The user's own images, decoded once into a cache (see `data/cache`)
 and memory-mapped from then on.
 """
 
@@ -73,8 +73,8 @@ class Folder(Options):
             )
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
-        """The images, prepared on the first call and taken from the cache
-        later; `seed` changes nothing.
+        """The images, prepared on the first call and taken from the cache later;
+        `seed` changes nothing.
         """
         plan = self.plan()
         return preparation.load(plan.recipe, plan.decode, self.cache, progress, plan.omissions)

@@ -1,5 +1,5 @@
-"""HAM10000 (Tschandl et al., Scientific Data 2018): 10,015 dermoscopic images of
-7,470 lesions from four sites.
+"""HAM10000 (Tschandl et al., Scientific Data 2018):
+10,015 dermoscopic images of 7,470 lesions from four sites.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _LABELS = (
 
 @dataclass(frozen=True)
 class Ham10000(Options):
-    """HAM10000 as Harvard Dataverse ships it, or any folder or zip of its
-    ISIC_*.jpg with a CSV of labels.
+    """HAM10000 as Harvard Dataverse ships it,
+    or any folder or zip of its ISIC_*.jpg with a CSV of labels.
 
     Images of one lesion are a group; the column `site` or `dataset`, where there
     is one, makes natural clients.
@@ -85,8 +85,8 @@ class Ham10000(Options):
             raise UserError(f"data.classes must be 7 or 8, got {self.classes}")
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
-        """The images, prepared on the first call and taken from the cache
-        later; `seed` changes nothing.
+        """The images, prepared on the first call and taken from the cache later;
+        `seed` changes nothing.
         """
         plan = self.plan()
         return preparation.load(plan.recipe, plan.decode, self.cache, progress, plan.omissions)

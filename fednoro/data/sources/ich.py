@@ -1,5 +1,5 @@
-"""Intracranial haemorrhage: the RSNA 2019 challenge as Kaggle ships it,
-reduced to slices of a single type.
+"""Intracranial haemorrhage:
+the RSNA 2019 challenge as Kaggle ships it, reduced to slices of a single type.
 
     stage_2_train/ID_000012eaf.dcm     one CT slice
     stage_2_train.csv                  ID,Label
@@ -88,8 +88,8 @@ class Ich(Options):
             raise UserError(f"data.window must be file, brain or triple, got {self.window!r}")
 
     def load(self, seed: int, progress: Progress | None = None) -> Dataset:
-        """The slices, prepared on the first call and taken from the cache
-        later; `seed` changes nothing.
+        """The slices, prepared on the first call and taken from the cache later;
+        `seed` changes nothing.
         """
         recipe, decode, omissions = self.plan(progress)
         return preparation.load(recipe, decode, self.cache, progress, omissions)
@@ -161,8 +161,8 @@ def _is_image(name: str, folder: str) -> bool:
 
 
 def read_labels(data: bytes, file: str) -> Labels:
-    """Kaggle's label file, one row per slice and type; a `UserError` names the line
-    that is not as it should be.
+    """Kaggle's label file, one row per slice and type;
+    a `UserError` names the line that is not as it should be.
     """
     lines = io.BytesIO(data)
     header = lines.readline().removeprefix(b"\xef\xbb\xbf").strip()
@@ -299,8 +299,8 @@ def _match(
 def _add_patients(
     tree: Tree, records: list[Record], home: str | None, progress: Progress | None
 ) -> list[Record]:
-    """The records with their patients, whose ids are in the headers; those
-    are read once and remembered.
+    """The records with their patients, whose ids are in the headers;
+    those are read once and remembered.
     """
     files = [(record.path, tree.stamp(record.path)) for record in records]
     key = hashlib.sha256(json.dumps([str(tree.path), files]).encode()).hexdigest()[:16]

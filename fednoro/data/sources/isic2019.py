@@ -1,5 +1,5 @@
-"""ISIC 2019 (BCN20000, HAM10000 and MSK): 25,331 dermoscopic images of eight
-classes, from the official archive.
+"""ISIC 2019 (BCN20000, HAM10000 and MSK):
+25,331 dermoscopic images of eight classes, from the official archive.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Isic2019(Options):
             raise UserError(f"data.crop must be resize or center, got {self.crop!r}")
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
-        """The images, prepared on the first call and taken from the cache
-        later; `seed` changes nothing.
+        """The images, prepared on the first call and taken from the cache later;
+        `seed` changes nothing.
         """
         plan = self.plan()
         return preparation.load(plan.recipe, plan.decode, self.cache, progress, plan.omissions)

@@ -1,9 +1,9 @@
-"""MedMNIST (Yang et al., Scientific Data 2023): any of its 2-D sets with one label
-per image, by its .npz file.
+"""MedMNIST (Yang et al., Scientific Data 2023):
+any of its 2-D sets with one label per image, by its .npz file.
 
 An .npz is a zip of arrays. Packed arrays can neither be mapped nor entered in the
 middle, and at 224 pixels they are larger than most memories: their rows are streamed
-into a cache (see `cache.py`).
+into a cache (see `data/cache`).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Medmnist(Options):
     )
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
-        """The images, unpacked on the first call and taken from the cache
-        later; `seed` changes nothing.
+        """The images, unpacked on the first call and taken from the cache later;
+        `seed` changes nothing.
         """
         recipe, decode, _ = self.plan()
         return preparation.load(recipe, decode, self.cache, progress)

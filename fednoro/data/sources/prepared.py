@@ -25,8 +25,8 @@ class PreparedFolder(Options):
     )
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
-        """The images, after their checksum: they may have come from another
-        machine. `seed` changes nothing.
+        """The images, after their checksum:
+        they may have come from another machine. `seed` changes nothing.
         """
         folder = Path(self.path).expanduser().resolve()
         if not folder.is_dir():

@@ -13,8 +13,8 @@ from fednoro.data.dataset import Dataset
 
 @dataclass(frozen=True)
 class AtSites(Options):
-    """What the sites of a federation on Flower hold, for a coordinator
-    that has no images of its own.
+    """What the sites of a federation on Flower hold,
+    for a coordinator that has no images of its own.
     """
 
     section: ClassVar[str] = "data"

@@ -28,8 +28,8 @@ _CHUNK_VALUES = 4_000_000  # pixels drawn at once: bounds memory whatever the si
 
 @dataclass(frozen=True)
 class Synthetic(Options):
-    """Made-up textures: any number of images, classes and pixels, with a
-    chosen imbalance and difficulty.
+    """Made-up textures: any number of images, classes and pixels,
+    with a chosen imbalance and difficulty.
     """
 
     section: ClassVar[str] = "data"
@@ -85,8 +85,8 @@ class Synthetic(Options):
 
 
 def long_tail(images: int, classes: int, imbalance: float) -> IntArray:
-    """How many images each class gets: falling exponentially, at
-    least one each, `images` in all.
+    """How many images each class gets:
+    falling exponentially, at least one each, `images` in all.
     """
     share = imbalance ** -(np.arange(classes) / (classes - 1))
     quota = share / share.sum() * (images - classes)
@@ -123,7 +123,7 @@ def _draw(
     textures: NDArray[np.float32], labels: IntArray, difficulty: float, rng: np.random.Generator
 ) -> NDArray[np.uint8]:
     n, d = len(labels), difficulty
-    # may be the class itself, else d = 1 would give it away
+    # It may be the class itself, else d = 1 would give it away.
     confuser = rng.integers(len(textures), size=n)
     s = (1 - d**2) * (1 - d * rng.random(n) / 2)
     contrast = 1 - d * rng.random(n) / 2
@@ -138,12 +138,12 @@ def _draw(
 def _shift_and_flip(
     textures: NDArray[np.float32], classes: IntArray, difficulty: float, rng: np.random.Generator
 ) -> NDArray[np.float32]:
-    """`textures[which]`, each shifted by up to a quarter of its size and
+    """`textures[classes]`, each shifted by up to a quarter of its size and
     flipped, the more the harder.
     """
     n, size = len(classes), textures.shape[1]
     reach = round(difficulty * size / 4)
-    # n×S each
+    # Both are n×S.
     row, col = (rng.integers(-reach, reach + 1, size=(2, n, 1)) + np.arange(size)) % size
     is_flipped = rng.random((n, 1)) < difficulty / 2
     col = np.where(is_flipped, col[:, ::-1], col)
