@@ -83,9 +83,9 @@ class Watched(FedLA):
                 reply, metrics={**reply.metrics, "explained": measure(task, site, reply.weights)}
             )
         if task.name == calibrated.MOMENTS:
-            return calibrated.summed(task, site)
+            return calibrated.sum_features(task, site)
         if task.arrays:
-            return Reply(site.client, site.size, arrays=calibrated.parted(task, site))
+            return Reply(site.client, site.size, arrays=calibrated.measure_areas(task, site))
         outputs = {
             "paper": site.logits(task, task.weights),
             "reference": site.logits(task, task.weights, augment=True),
@@ -210,7 +210,7 @@ def _purged(lab: Lab, plus: FedNoRoPlus, found: Mapping[str, Any], state: State)
     """
     first, due = (
         calibrated.judge(_rows(found, state.round)),
-        plus.looks_again(lab.config.train.rounds, state.round),
+        plus.second_look_rounds(lab.config.train.rounds, state.round),
     )
     if first.scale is None or not due:
         return {}

@@ -35,4 +35,4 @@ def small_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(TOLERANCES, "fp32", CLOSE)
     if not torch.cuda.is_available():
-        monkeypatch.setattr("fednoro.engine.cuda.stacked.client_stack.PREPARED", 2**22)
+        monkeypatch.setattr("fednoro.engine.cuda.stacked.client_stack.PREPARED_BYTES", 2**22)

@@ -120,7 +120,7 @@ class Audit(FedLA):
             return {k: Task("predict", state.round, state.model, settings) for k in clients.present}
         if state.round < self.training:
             starts_anew = state.round % self.warmup == 0
-            model = state.kept.get("start", state.model) if starts_anew else state.model
+            model = state.models.get("start", state.model) if starts_anew else state.model
             settings = self._settings(state, state.round // self.warmup)
             return {k: Task("train", state.round, model, settings) for k in clients.drawn}
         if "thresholds" not in state.memo:
@@ -146,8 +146,8 @@ class Audit(FedLA):
     def fold(self, state: State, replies: Replies) -> State:
         if replies.task == "train":
             # where the model of every fold begins
-            models = {"start": state.kept.get("start", state.model)}
-            return replace(super().fold(state, replies), stage="training to audit", kept=models)
+            models = {"start": state.models.get("start", state.model)}
+            return replace(super().fold(state, replies), stage="training to audit", models=models)
         if replies.task == "predict":
             counts = {
                 str(reply.client): class_counts

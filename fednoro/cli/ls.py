@@ -120,10 +120,10 @@ def _default(item: dataclasses.Field[Any]) -> str:
 
 
 def _meaning(item: dataclasses.Field[Any]) -> str:
-    from fednoro.core.options import allowed
+    from fednoro.core.options import range_text
 
     literal = re.search(r"Literal\[(.*?)\]", str(item.type))
     choices = re.sub("[\"']", "", literal[1]) if literal else ""
     return "; ".join(
-        part for part in (item.metadata.get("help", ""), allowed(item), choices) if part
+        part for part in (item.metadata.get("help", ""), range_text(item), choices) if part
     )

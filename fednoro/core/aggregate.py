@@ -29,7 +29,7 @@ _BLOCK = {"cpu": 2**22, "cuda": 2**26}
 # blocks), so a d² below this share of ‖w_i‖² + ‖w_j‖² says no more than "equal"; at the share
 # itself d is still good to about 1%.
 _ROUNDING = 1e-13
-_SHORT = 2**13  # columns of one of the products that a GPU takes side by side
+_PRODUCT_COLUMNS = 2**13  # columns of one of the products that a GPU takes side by side
 _LARGEST = 1e150  # the squares of larger entries leave float64
 
 
@@ -62,9 +62,11 @@ def _gram(rows: Tensor) -> Tensor:
     """rows·rowsᵀ; on a GPU as many short products side by side, because a long one
     keeps few of its units busy.
     """
-    count = rows.shape[1] // _SHORT if rows.device.type == "cuda" else 0
-    parts = rows[:, : count * _SHORT].view(len(rows), count, _SHORT).transpose(0, 1)
-    rest = rows[:, count * _SHORT :]
+    count = rows.shape[1] // _PRODUCT_COLUMNS if rows.device.type == "cuda" else 0
+    parts = (
+        rows[:, : count * _PRODUCT_COLUMNS].view(len(rows), count, _PRODUCT_COLUMNS).transpose(0, 1)
+    )
+    rest = rows[:, count * _PRODUCT_COLUMNS :]
     return torch.bmm(parts, parts.mT).sum(0) + torch.mm(rest, rest.T)
 
 
@@ -210,9 +212,9 @@ def _accumulate(total: Tensor, values: Tensor, weight: float) -> None:
     if total.device.type == "cuda":
         total.add_(values.to(total.device), alpha=weight)  # converts as it goes
         return
-    place = total.new_empty(min(2**18, len(total)))
+    buffer = total.new_empty(min(2**18, len(total)))
     for part, piece in zip(torch.split(total, 2**18), torch.split(values, 2**18), strict=True):
-        part.add_(place[: len(piece)].copy_(piece), alpha=weight)
+        part.add_(buffer[: len(piece)].copy_(piece), alpha=weight)
 
 
 def _float64(values: Tensor, copy: bool = False) -> Tensor:
@@ -296,22 +298,22 @@ def _stack(models: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, list[int]]:
 
 def _nearest(vectors: Sequence[Tensor], sizes: list[int], flagged: Tensor) -> Tensor:
     parts = zip(*(torch.split(vector, sizes) for vector in vectors), strict=True)
-    between = torch.stack([pairwise_distances(part) for part in parts]).sum(dim=0)
-    if not between.isfinite().all():
+    distances = torch.stack([pairwise_distances(part) for part in parts]).sum(dim=0)
+    if not distances.isfinite().all():
         _check_finite(vectors)
-    return torch.where(flagged, between[:, ~flagged].amin(dim=1), 0.0)
+    return torch.where(flagged, distances[:, ~flagged].amin(dim=1), 0.0)
 
 
 def _flags(noisy: ArrayLike | Tensor, k: int) -> Tensor:
-    given = torch.as_tensor(noisy, device="cpu")
-    if given.shape != (k,):
+    values = torch.as_tensor(noisy, device="cpu")
+    if values.shape != (k,):
         raise UserError(
-            f"noisy must have one entry per model ({k}), got shape {tuple(given.shape)}"
+            f"noisy must have one entry per model ({k}), got shape {tuple(values.shape)}"
         )
-    flagged = given.bool()
-    if not torch.equal(flagged.to(given), given):
+    flagged = values.bool()
+    if not torch.equal(flagged.to(values), values):
         raise UserError(
-            f"noisy must say for each client whether it is, got {given.tolist()}: with client "
+            f"noisy must say for each client whether it is, got {values.tolist()}: with client "
             f"numbers, [k in numbers for k in range({k})]"
         )
     return flagged

@@ -28,24 +28,24 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def whole_file(path: Path) -> Iterator[Path]:
     """A file to write beside `path`, which takes that place after the block,
     or goes where the block fails.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
         try:
-            yield beside
-            to_disk(beside)
-            beside.replace(path)
+            yield temporary
+            to_disk(temporary)
+            temporary.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file completely or not at all."""
-    with whole(path) as beside:
-        beside.write_bytes(content)
+    with whole_file(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def to_disk(path: Path) -> None:

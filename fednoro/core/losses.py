@@ -73,7 +73,7 @@ def distill(
     return lam * kl + (1 - lam) * F.nll_loss(log_y, labels)
 
 
-def held(labels: Tensor, classes: int) -> Tensor:
+def one_hot(labels: Tensor, classes: int) -> Tensor:
     """Which class each label is, N×C booleans."""
     return labels[:, None] == torch.arange(classes, device=labels.device)
 
@@ -83,7 +83,7 @@ def per_class_losses(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tens
     its sample count, both float64.
     """
     losses = F.cross_entropy(logits.double(), labels, reduction="none")
-    members = held(labels, classes)
+    members = one_hot(labels, classes)
     counts = members.sum(dim=0, dtype=torch.float64)
     # a masked sum: deterministic on every device, and an infinite loss stays within its class
     return torch.where(members, losses[:, None], 0.0).sum(dim=0) / counts, counts
@@ -119,7 +119,7 @@ def symmetric_ce(logits: Tensor, labels: Tensor, alpha: float = 0.1, beta: float
     logits = at_least_float32(logits)
     p = torch.softmax(logits, dim=1).clamp(min=1e-7)
     # log 1 = 0 at the given label
-    rce = -math.log(1e-4) * p.masked_fill(held(labels, p.shape[1]), 0.0).sum(dim=1)
+    rce = -math.log(1e-4) * p.masked_fill(one_hot(labels, p.shape[1]), 0.0).sum(dim=1)
     return alpha * F.cross_entropy(logits, labels) + beta * rce.mean()
 
 
@@ -145,13 +145,13 @@ def drift(w: Iterable[Tensor], w_g: Iterable[Tensor]) -> Tensor:
     """W − w_g as one vector, over the tensors of `w` that are trained; their
     counterparts come in the same order.
     """
-    pairs = [(a, b.detach()) for a, b in zip(w, w_g, strict=True) if _trained(a)]
+    pairs = [(a, b.detach()) for a, b in zip(w, w_g, strict=True) if _is_trained(a)]
     # One vector: a network has many small tensors, and three operations on
     # each would outnumber its own.
     return torch.cat([a.flatten() for a, _ in pairs]) - torch.cat([b.flatten() for _, b in pairs])
 
 
-def _trained(tensor: Tensor) -> bool:
+def _is_trained(tensor: Tensor) -> bool:
     """Whether it has a gradient; inside `torch.vmap` a tensor does not say so, and
     only trained ones come there.
     """

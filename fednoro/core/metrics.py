@@ -61,17 +61,17 @@ def detection(flagged: ArrayLike, truth: ArrayLike) -> Detection:
     """Recall, precision and exact match of flagged clients, both
     given as one boolean per client.
     """
-    found, noisy = np.asarray(flagged, dtype=np.bool_), np.asarray(truth, dtype=np.bool_)
-    if found.ndim != 1 or found.shape != noisy.shape:
+    flags, noisy = np.asarray(flagged, dtype=np.bool_), np.asarray(truth, dtype=np.bool_)
+    if flags.ndim != 1 or flags.shape != noisy.shape:
         raise UserError(
             "flagged and truth need one boolean per client, got shapes "
-            f"{found.shape} and {noisy.shape}"
+            f"{flags.shape} and {noisy.shape}"
         )
-    hits = int((found & noisy).sum())
+    hits = int((flags & noisy).sum())
     return Detection(
         recall=hits / int(noisy.sum()) if noisy.any() else 1.0,
-        precision=hits / int(found.sum()) if found.any() else 1.0,
-        exact=bool((found == noisy).all()),
+        precision=hits / int(flags.sum()) if flags.any() else 1.0,
+        exact=bool((flags == noisy).all()),
     )
 
 

@@ -39,7 +39,7 @@ def option(
     )
 
 
-def allowed(field: dataclasses.Field[Any]) -> str:
+def range_text(field: dataclasses.Field[Any]) -> str:
     """The field's range in words: `in [0, 1]`, `> 0`; empty where there is none."""
     bounds = field.metadata.get("bounds", {})
     ge, gt, le, lt = (bounds.get(key) for key in ("ge", "gt", "le", "lt"))
@@ -61,13 +61,13 @@ def summary(kind: type[Any]) -> str:
     return " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
 
 
-def imported(name: str, what: str) -> Any:
+def import_named(name: str, what: str) -> Any:
     """What `module:name` in a configuration stands for; whatever goes wrong in the
     user's module is told as such.
     """
-    module, _, wanted = name.partition(":")
+    module, _, attribute = name.partition(":")
     try:
-        return functools.reduce(getattr, wanted.split("."), importlib.import_module(module))
+        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
     except ModuleNotFoundError as error:
         advice = ""
         if error.name and f"{module}.".startswith(f"{error.name}."):
@@ -79,10 +79,10 @@ def imported(name: str, what: str) -> Any:
         ) from error
 
 
-def _inside(value: Any, bounds: Mapping[str, float | None]) -> bool:
-    holds = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+def _in_bounds(value: Any, bounds: Mapping[str, float | None]) -> bool:
+    comparisons = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
     return bool(abs(value) < math.inf) and all(
-        limit is None or holds[key](value, limit) for key, limit in bounds.items()
+        limit is None or comparisons[key](value, limit) for key, limit in bounds.items()
     )
 
 
@@ -98,8 +98,8 @@ class Options:
             value = getattr(self, field.name)
             if (
                 isinstance(value, Real)
-                and allowed(field)
-                and not _inside(value, field.metadata["bounds"])
+                and range_text(field)
+                and not _in_bounds(value, field.metadata["bounds"])
             ):
-                where = f"{self.section}.{field.name}" if self.section else field.name
-                raise UserError(f"{where} must be {allowed(field)}, got {value}")
+                name = f"{self.section}.{field.name}" if self.section else field.name
+                raise UserError(f"{name} must be {range_text(field)}, got {value}")

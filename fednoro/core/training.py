@@ -43,10 +43,10 @@ class Augment(Options):
         far, within the limits above.
         """
 
-        def grown(own: float, most: float) -> float:
+        def growth(own: float, most: float) -> float:
             return max(1.0, min(times, most / own)) if own else 1.0
 
-        return grown(self.rotate, FARTHEST_TURN), grown(self.translate, FARTHEST_SHIFT)
+        return growth(self.rotate, FARTHEST_TURN), growth(self.translate, FARTHEST_SHIFT)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Replies:
     """
 
     task: str
-    asked: tuple[int, ...]
+    asked_clients: tuple[int, ...]
     stream: Iterable[Reply]
 
     def __iter__(self) -> Iterator[Reply]:
@@ -133,7 +133,7 @@ class State:
     # per client, from the last fold
     notes: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     # earlier models that the method goes back to
-    kept: Mapping[str, Weights] = field(default_factory=dict)
+    models: Mapping[str, Weights] = field(default_factory=dict)
 
 
 @dataclass

@@ -42,9 +42,9 @@ from fednoro.core.types import (
 from fednoro.detection import explained, leave_one_out_heads
 from fednoro.detection.explained import FEW, SENT, Judgement
 from fednoro.detection.leave_one_out_heads import Scale
-from fednoro.detection.verdicts import SCORED, scoring_model, verdicts
+from fednoro.detection.verdicts import SCORING_MODEL, scoring_model, verdicts
 
-MOMENTS = "moments"  # the task; among a state's kept models: the totals
+MOMENTS = "moments"  # the task; among a state's models: the totals
 PRODUCTS, SUMS = "products", "sums"  # among the arrays that are sent: XᵀX, and X summed up by class
 AREAS, COUNTS = "areas", "counts"  # and with a score
 # in a state: the totals of the first verdict, while a second one is looked for
@@ -60,7 +60,7 @@ WIDTHS = {"calibrated": WIDEST, "sketched": SKETCH, "shares": 0}
 # Client
 
 
-def summed(task: Task, site: Site) -> Reply:
+def sum_features(task: Task, site: Site) -> Reply:
     """A client's part of the sums that heads are learnt from; nothing where
     the network has no features.
     """
@@ -82,10 +82,10 @@ def score(task: Task, site: Site) -> Reply:
     where their totals came along.
     """
     reply = explained.score(task, site)
-    return replace(reply, arrays=parted(task, site)) if PRODUCTS in task.arrays else reply
+    return replace(reply, arrays=measure_areas(task, site)) if PRODUCTS in task.arrays else reply
 
 
-def parted(task: Task, site: Site) -> dict[str, FloatArray]:
+def measure_areas(task: Task, site: Site) -> dict[str, FloatArray]:
     """How well the others' head parts each pair of a client's classes, and
     how many labels each class has.
     """
@@ -93,9 +93,9 @@ def parted(task: Task, site: Site) -> dict[str, FloatArray]:
     features, labels = site.features(task.weights).cpu(), site.labels.cpu()
     if features.shape[1] >= len(a):  # the totals are of sketches
         features = leave_one_out_heads.sketch(features, len(a) - 1)
-    said = leave_one_out_heads.outputs(features, labels, a, b, bool(task.settings[COUNTED]))
+    outputs = leave_one_out_heads.outputs(features, labels, a, b, bool(task.settings[COUNTED]))
     return {
-        AREAS: leave_one_out_heads.areas(said.numpy(), labels.numpy()),
+        AREAS: leave_one_out_heads.areas(outputs.numpy(), labels.numpy()),
         COUNTS: site.counts.double().cpu().numpy(),
     }
 
@@ -104,7 +104,7 @@ def parted(task: Task, site: Site) -> dict[str, FloatArray]:
 
 
 def questions(
-    state: State, clients: Clients, asked: Iterable[int], width: int, anew: bool = False
+    state: State, clients: Clients, candidates: Iterable[int], width: int, anew: bool = False
 ) -> dict[int, Task]:
     """What to ask of clients that are to be scored, `anew` by the present model:
     first for sums, then for scores.
@@ -112,21 +112,21 @@ def questions(
     Args:
         state: the server's.
         clients: whom the server can ask.
-        asked: those to be scored.
+        candidates: those to be scored.
         width: the most features that others' heads are learnt from; 0 where these shall not count.
         anew: everybody is judged again.
     """
     first = anew or "detector" not in state.memo
     model = state.model if first else scoring_model(state)
-    known: Mapping[str, Any] = state.memo.get(MOMENTS, {})
-    if first and width and len(clients.present) > FEW and known.get("round") != state.round:
+    moments: Mapping[str, Any] = state.memo.get(MOMENTS, {})
+    if first and width and len(clients.present) > FEW and moments.get("round") != state.round:
         return {k: Task(MOMENTS, state.round, model, {WIDTH: width}) for k in clients.present}
     if not width or not _totals_there(state, first):
-        return {k: Task("score", state.round, model) for k in asked}
-    totals = _unpacked(state.kept[MOMENTS], state.classes)
+        return {k: Task("score", state.round, model) for k in candidates}
+    totals = _unpacked(state.models[MOMENTS], state.classes)
     return {
-        k: Task("score", state.round, model, {COUNTED: k in known["clients"]}, totals)
-        for k in asked
+        k: Task("score", state.round, model, {COUNTED: k in moments["clients"]}, totals)
+        for k in candidates
     }
 
 
@@ -134,9 +134,9 @@ def _totals_there(state: State, first: bool) -> bool:
     """Whether scores are asked for with the totals: those of this round for a first
     verdict, later those it had.
     """
-    known: Mapping[str, Any] = state.memo.get(MOMENTS, {})
-    of = state.round if first else state.memo.get("detection", {}).get("summed_in")
-    return bool(known.get("clients")) and known["round"] == of
+    moments: Mapping[str, Any] = state.memo.get(MOMENTS, {})
+    expected_round = state.round if first else state.memo.get("detection", {}).get("summed_in")
+    return bool(moments.get("clients")) and moments["round"] == expected_round
 
 
 def add_up(
@@ -167,10 +167,10 @@ def add_up(
         if best is not None and total is not best[0]:
             for client in parts:
                 _left_out(client)
-    kept = {name: model for name, model in state.kept.items() if name != MOMENTS}
+    models = {name: model for name, model in state.models.items() if name != MOMENTS}
     parts = [] if best is None else best[1]
     if best is not None and len(parts) > FEW:
-        kept[MOMENTS] = Weights(torch.from_numpy(best[0]), torch.zeros(0, dtype=torch.int64))
+        models[MOMENTS] = Weights(torch.from_numpy(best[0]), torch.zeros(0, dtype=torch.int64))
     elif parts:
         message = (
             f"only {len(parts)} clients sent sums that heads could be learnt from: {otherwise}"
@@ -178,7 +178,7 @@ def add_up(
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
         parts = []
     memo = {**state.memo, MOMENTS: {"round": state.round, "clients": parts}}
-    return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+    return replace(state, memo=memo, stage="detection", notes={}, models=models)
 
 
 def add_up_again(state: State, replies: Iterable[Reply]) -> State:
@@ -190,11 +190,11 @@ def add_up_again(state: State, replies: Iterable[Reply]) -> State:
         return replace(
             state, memo={**state.memo, "asked_in": state.round}, stage="detection", notes={}
         )
-    kept, memo = (
-        {**after.kept, FIRST: state.kept[MOMENTS]},
+    models, memo = (
+        {**after.models, FIRST: state.models[MOMENTS]},
         {**after.memo, FIRST: state.memo[MOMENTS]},
     )
-    return replace(after, kept=kept, memo=memo)
+    return replace(after, models=models, memo=memo)
 
 
 def _left_out(client: int) -> None:
@@ -244,18 +244,19 @@ def judge(
         scale = Scale(np.array(before["pairs"], dtype=np.float64), before["mean"])
     error = leave_one_out_heads.errors(areas, counts, scale)
     doubt = leave_one_out_heads.doubts(error, alone.explained)
-    told = ~np.isnan(doubt) & np.array([any(row) for row in evidence])
+    valid = ~np.isnan(doubt) & np.array([any(row) for row in evidence])
     if before is None:
-        found = leave_one_out_heads.find_cut(doubt[told], error[told], alone.explained[told], wider)
-        if found is None:
+        split = leave_one_out_heads.find_cut(
+            doubt[valid], error[valid], alone.explained[valid], wider
+        )
+        if split is None:
             return explained.judge(evidence, alike=True)
-        cut, steepness = found
+        cut, steepness = split
     else:
         cut, steepness = before["cut"], before["steepness"]
-    noisy = told & (np.where(told, doubt, 0.0) > cut)
-    power = np.where(told, steepness * (math.log(cut) - np.log(np.where(told, doubt, 1.0))), 0.0)
-    known = doubt[told]
-    span = f"{known.min():.2f} to {known.max():.2f}" if len(known) else "none"
+    noisy = valid & (np.where(valid, doubt, 0.0) > cut)
+    power = np.where(valid, steepness * (math.log(cut) - np.log(np.where(valid, doubt, 1.0))), 0.0)
+    span = _span(doubt[valid])
     reason = f"{int(noisy.sum())} of {len(rows)} clients flagged: doubts {span}, cut at {cut:.2f}"
     return Judgement(
         alone.explained,
@@ -272,6 +273,11 @@ def judge(
     )
 
 
+def _span(values: FloatArray) -> str:
+    """The least and the largest value."""
+    return f"{values.min():.2f} to {values.max():.2f}" if len(values) else "none"
+
+
 def record(
     state: State, scores: Sequence[Reply], wider: float = leave_one_out_heads.WIDER
 ) -> State:
@@ -284,11 +290,7 @@ def record(
     anew = bool(before.get("clients", {}).keys() & {str(reply.client) for reply in scores})
     # what was asked for decides, not what came
     heads = _totals_there(state, anew or "detector" not in memo)
-    usable = {
-        str(reply.client): row
-        for reply in scores
-        if (row := _evidence(reply, state.classes, heads)) is not None
-    }
+    usable = _usable_rows(scores, state.classes, heads)
     if "pairs" in before and not heads and not anew:
         usable = {}  # the totals that those before were judged with are gone
     if not usable:
@@ -303,37 +305,47 @@ def record(
     earlier: Mapping[str, Any] = before.get("clients", {})
     rounds = dict.fromkeys(usable, state.round) | {k: row["round"] for k, row in earlier.items()}
     if before.get("parted"):
-        found = judge(list(usable.values()), before)
+        judgement = judge(list(usable.values()), before)
         reason = before["reason"]
     else:
         usable = {
             k: row for k, row in earlier.items() if None not in [row.get(name) for name in SENT]
         } | usable
-        found = judge(list(usable.values()), wider=wider)
-        reason = found.reason
-    judged = {
-        k: {**row, **found.row(i), "round": rounds[k]} for i, (k, row) in enumerate(usable.items())
+        judgement = judge(list(usable.values()), wider=wider)
+        reason = judgement.reason
+    rows = {
+        k: {**row, **judgement.row(i), "round": rounds[k]}
+        for i, (k, row) in enumerate(usable.items())
     }
     memo["detection"] = {
         "reason": reason,
-        "cut": found.cut,
-        "steepness": found.steepness,
-        "parted": found.parted,
+        "cut": judgement.cut,
+        "steepness": judgement.steepness,
+        "parted": judgement.parted,
         "round": before.get("round", state.round)
-        if before.get("parted") == found.parted
+        if before.get("parted") == judgement.parted
         else state.round,
         **(
             {}
-            if found.scale is None
-            else {"pairs": numbers(found.scale.pairs), "mean": found.scale.mean}
+            if judgement.scale is None
+            else {"pairs": numbers(judgement.scale.pairs), "mean": judgement.scale.mean}
         ),
         **({"summed_in": memo[MOMENTS]["round"]} if heads else {}),
-        "clients": {**earlier, **judged},
+        "clients": {**earlier, **rows},
     }
     if not before.get("parted"):
-        memo["detector"] = {"everybody": found.everybody}
-    kept = {**state.kept, SCORED: model}
-    return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+        memo["detector"] = {"everybody": judgement.everybody}
+    models = {**state.models, SCORING_MODEL: model}
+    return replace(state, memo=memo, stage="detection", notes={}, models=models)
+
+
+def _usable_rows(scores: Sequence[Reply], classes: int, heads: bool) -> dict[str, dict[str, Any]]:
+    """What clients have sent that can be judged, as JSON, by client."""
+    return {
+        str(reply.client): row
+        for reply in scores
+        if (row := _evidence(reply, classes, heads)) is not None
+    }
 
 
 def can_reconsider(state: State) -> bool:
@@ -341,7 +353,7 @@ def can_reconsider(state: State) -> bool:
     return (
         AGAIN not in state.memo
         and "pairs" in state.memo.get("detection", {})
-        and MOMENTS in state.kept
+        and MOMENTS in state.models
     )
 
 
@@ -353,33 +365,33 @@ def reconsider(state: State, scores: Sequence[Reply]) -> State:
     second verdict is still to come.
     """
     after, first = record(state, scores, leave_one_out_heads.PURGED_WIDER), state.memo["detection"]
-    found = after.memo["detection"]
-    answered = found["clients"].keys() & first["clients"].keys() if found is not first else set()
-    if "pairs" in found and 2 * len(answered) > len(first["clients"]):
-        memo, kept = {**after.memo, "detection": _in_place_of(first, found)}, dict(after.kept)
+    second = after.memo["detection"]
+    answered = second["clients"].keys() & first["clients"].keys() if second is not first else set()
+    if "pairs" in second and 2 * len(answered) > len(first["clients"]):
+        memo, models = {**after.memo, "detection": _in_place_of(first, second)}, dict(after.models)
     else:
-        memo, kept = {**state.memo, "asked_in": state.round}, dict(state.kept)
-        memo[MOMENTS], kept[MOMENTS] = memo[FIRST], kept[FIRST]
-    del memo[FIRST], kept[FIRST]
+        memo, models = {**state.memo, "asked_in": state.round}, dict(state.models)
+        memo[MOMENTS], models[MOMENTS] = memo[FIRST], models[FIRST]
+    del memo[FIRST], models[FIRST]
     if answered:
         now = verdicts(replace(state, memo=memo))
         changed = any(now[k] != noisy for k, noisy in verdicts(state).items())
         memo[AGAIN] = {"round": state.round, "changed": changed}
-    return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+    return replace(state, memo=memo, stage="detection", notes={}, models=models)
 
 
-def _in_place_of(first: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def _in_place_of(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """A second verdict, with those of the first who have not answered: their doubts are
     not on the scale of its cut.
     """
     earlier = {
         k: {key: value for key, value in row.items() if key not in ("error", "doubt")}
         for k, row in first["clients"].items()
-        if k not in found["clients"]
+        if k not in second["clients"]
     }
     more = f"; {len(earlier)} did not answer and stay as they were" if earlier else ""
-    reason, clients = f"{found['reason']} (judged again{more})", {**earlier, **found["clients"]}
-    return {**found, "reason": reason, "round": first["round"], "clients": clients}
+    reason, clients = f"{second['reason']} (judged again{more})", {**earlier, **second["clients"]}
+    return {**second, "reason": reason, "round": first["round"], "clients": clients}
 
 
 def _evidence(reply: Reply, classes: int, heads: bool) -> dict[str, Any] | None:
@@ -394,11 +406,11 @@ def _evidence(reply: Reply, classes: int, heads: bool) -> dict[str, Any] | None:
         return None
     if not ((counts >= 0) & (counts < math.inf)).all():
         return None
-    pairs, held = (
+    pairs, present = (
         leave_one_out_heads.pairs_of(areas),
         leave_one_out_heads.pairs_of(np.outer(counts, counts)) > 0,
     )
-    if not np.where(held, (pairs >= 0) & (pairs <= 1), np.isnan(pairs)).all():
+    if not np.where(present, (pairs >= 0) & (pairs <= 1), np.isnan(pairs)).all():
         return None
     return row | {AREAS: numbers(pairs), COUNTS: [int(n) for n in counts]}
 
@@ -414,11 +426,11 @@ def judged_in(state: State, default: int) -> int:
 
 def nobody_trusted(state: State) -> bool:
     """Whether there is a verdict, and it is that everybody is noisy."""
-    found: Mapping[str, Any] | None = state.memo.get("detector")
-    if found is None:
+    detector: Mapping[str, Any] | None = state.memo.get("detector")
+    if detector is None:
         return False
     # in older checkpoints
-    return bool(found["everybody"] if "everybody" in found else found["trust"] is None)
+    return bool(detector["everybody"] if "everybody" in detector else detector["trust"] is None)
 
 
 def suspects(state: State, clients: Collection[int]) -> set[int]:

@@ -143,10 +143,10 @@ class Judgement:
     def row(self, client: int) -> dict[str, Any]:
         """What was found about the client at this place, as JSON."""
         more = {"error": self.error, "doubt": self.doubt}
-        values = {name: float(found[client]) for name, found in more.items() if found is not None}
-        said = {"noisy": self.noisy[client], "posterior": float(self.posterior[client])}
-        known = {name: None if math.isnan(value) else value for name, value in values.items()}
-        return {**said, "explained": float(self.explained[client]), **known}
+        values = {name: float(array[client]) for name, array in more.items() if array is not None}
+        verdict = {"noisy": self.noisy[client], "posterior": float(self.posterior[client])}
+        measures = {name: None if math.isnan(value) else value for name, value in values.items()}
+        return {**verdict, "explained": float(self.explained[client]), **measures}
 
 
 def judge(
@@ -164,17 +164,21 @@ def judge(
         before: cut and steepness of an earlier judgement, for clients that come later.
         alike: clients are known to be of one kind.
     """
-    left = np.array(evidence, dtype=np.float64).reshape(-1, 2)
-    told = left.any(axis=1)
+    remainders = np.array(evidence, dtype=np.float64).reshape(-1, 2)
+    valid = remainders.any(axis=1)
     # one client far below 0 would set the scale for all others
-    e = np.clip(1 - left.mean(axis=1), 0, 1)
+    e = np.clip(1 - remainders.mean(axis=1), 0, 1)
     look = cut_beyond if alike else find_cut
-    found = look(e[told]) if before is None and told.any() else (ALIKE, 1.0, False)
-    cut, steepness, parted = found if before is None else (*before, True)
-    noisy = told & (e < cut)
-    power = np.where(told, steepness * (e - cut), 0.0)
+    split = look(e[valid]) if before is None and valid.any() else (ALIKE, 1.0, False)
+    cut, steepness, parted = split if before is None else (*before, True)
+    noisy = valid & (e < cut)
+    power = np.where(valid, steepness * (e - cut), 0.0)
     posterior = chance(power)
-    count, of, everybody = int(noisy.sum()), len(e), bool(told.any() and noisy[told].all())
+    count, of, everybody = (
+        int(noisy.sum()),
+        len(e),
+        bool(valid.any() and noisy[valid].all()),
+    )
     who = "nobody" if not count else "everybody" if everybody else f"{count} of {of} clients"
     shares = f"{e.min():.2f} to {e.max():.2f}" if of > 1 else f"{e[0]:.2f}"
     reason = f"{who} flagged: explained shares {shares}, cut at {cut:.2f}"

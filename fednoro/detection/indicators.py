@@ -103,11 +103,11 @@ class Indicator:
         """What one client reports, D numbers: NaN where it has nothing to measure, inf
         where its outputs are broken.
         """
-        measured = self.measure(logits, labels, classes).reshape(-1)
+        measurement = self.measure(logits, labels, classes).reshape(-1)
         if not torch.isfinite(logits).all():
             # not NaN: that would pass for a class that the client does not hold
-            measured = torch.full_like(measured, math.inf)
-        values: FloatArray = measured.cpu().numpy()
+            measurement = torch.full_like(measurement, math.inf)
+        values: FloatArray = measurement.cpu().numpy()
         return values
 
     def features(self, rows: Sequence[ArrayLike] | FloatArray) -> FloatArray:
@@ -124,10 +124,10 @@ class Indicator:
                 f"rows must be K×D with at least one client and one column, got shape {table.shape}"
             )
         usable = ~np.isinf(table).any(axis=1) & ~np.isnan(table).all(axis=1)
-        known = table[usable] if self.larger_is_noisier else 1 - table[usable]
+        usable_rows = table[usable] if self.larger_is_noisier else 1 - table[usable]
         features = np.full_like(table, np.nan)
-        if len(known):
-            filled = fill_missing(known)
+        if len(usable_rows):
+            filled = fill_missing(usable_rows)
             features[usable] = min_max(filled) if self.normalise else filled
         return features
 

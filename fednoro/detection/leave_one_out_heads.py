@@ -83,8 +83,8 @@ def sketch(features: Tensor, width: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _signs(features: int, width: int) -> Tensor:
-    drawn = generator(0, "signs", features).random((features, width)) < 0.5
-    return torch.from_numpy(np.where(drawn, -1.0, 1.0) / math.sqrt(width))
+    negative = generator(0, "signs", features).random((features, width)) < 0.5
+    return torch.from_numpy(np.where(negative, -1.0, 1.0) / math.sqrt(width))
 
 
 def moments(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -105,11 +105,13 @@ def head(a: Tensor, b: Tensor) -> Tensor:
     return torch.linalg.solve(a + torch.diag(penalty), b)  # type: ignore[no-any-return]
 
 
-def outputs(features: Tensor, labels: Tensor, a: Tensor, b: Tensor, counted: bool = True) -> Tensor:
+def outputs(
+    features: Tensor, labels: Tensor, a: Tensor, b: Tensor, in_totals: bool = True
+) -> Tensor:
     """What the others' head says about a client's images, N×C, where the client has a
     part in both sums or has not.
     """
-    if counted:
+    if in_totals:
         own = moments(features, labels, b.shape[1])
         a, b = a - own[0], b - own[1]
     return _with_ones(features) @ head(a, b)
@@ -122,14 +124,14 @@ def areas(scores: FloatArray, labels: IntArray) -> FloatArray:
     It is the same for j and i, and there is none where the client lacks either class.
     """
     classes = scores.shape[1]
-    found = np.full((classes, classes), math.nan)
+    matrix = np.full((classes, classes), math.nan)
     for i, j in itertools.combinations(range(classes), 2):
         margin = scores[:, i] - scores[:, j]
         first, second = margin[labels == i], np.sort(margin[labels == j])
         if len(first) and len(second):
             below, reached = (np.searchsorted(second, first, side) for side in ("left", "right"))
-            found[i, j] = found[j, i] = float((below + reached).mean() / 2 / len(second))
-    return found
+            matrix[i, j] = matrix[j, i] = float((below + reached).mean() / 2 / len(second))
+    return matrix
 
 
 def _with_ones(features: Tensor) -> Tensor:
@@ -148,32 +150,32 @@ class Scale:
     mean: float  # of μ, by how much is known of each
 
 
-def pairs_of(parted: FloatArray) -> FloatArray:
+def pairs_of(pair_areas: FloatArray) -> FloatArray:
     """K×C×C areas as one row of C(C−1)/2 for each client."""
-    i, j = np.triu_indices(parted.shape[-1], 1)
-    return parted[..., i, j]
+    i, j = np.triu_indices(pair_areas.shape[-1], 1)
+    return pair_areas[..., i, j]
 
 
-def difficulty(parted: FloatArray, counts: FloatArray) -> Scale:
+def difficulty(pair_areas: FloatArray, counts: FloatArray) -> Scale:
     """μ from K×pairs areas and K×C labels per class."""
-    weights, delta = _weights(parted, counts), np.zeros(len(parted))
+    weights, delta = _weights(pair_areas, counts), np.zeros(len(pair_areas))
     # one client alone is nothing to compare with
     weights = np.where((weights > 0).sum(axis=0) > 1, weights, 0.0)
     across, along = np.maximum(weights.sum(axis=0), 1e-12), np.maximum(weights.sum(axis=1), 1e-12)
-    areas_known, mu = np.where(weights > 0, parted, 0.0), np.zeros(parted.shape[1])
+    areas_known, mu = np.where(weights > 0, pair_areas, 0.0), np.zeros(pair_areas.shape[1])
     for _ in range(50):
         mu = (weights * (areas_known - delta[:, None])).sum(axis=0) / across
         delta = (weights * (areas_known - mu)).sum(axis=1) / along
     return Scale(np.where(across > 1e-12, mu, math.nan), float(np.average(mu, weights=across)))
 
 
-def errors(parted: FloatArray, counts: FloatArray, scale: Scale) -> FloatArray:
+def errors(pair_areas: FloatArray, counts: FloatArray, scale: Scale) -> FloatArray:
     """2 (1 − mean μ − δ_k) of each client; δ_k = 0 if others have none of
     its pairs, NaN if it has none.
     """
-    everything = _weights(parted, counts)
+    everything = _weights(pair_areas, counts)
     weights = np.where(np.isnan(scale.pairs), 0.0, everything)
-    apart = np.where(weights > 0, parted - scale.pairs, 0.0)
+    apart = np.where(weights > 0, pair_areas - scale.pairs, 0.0)
     along, unknown = weights.sum(axis=1), np.where(everything.any(axis=1), 0.0, math.nan)
     delta = np.divide((weights * apart).sum(axis=1), along, out=unknown, where=along > 0)
     return np.asarray(np.maximum(2 * (1 - scale.mean - delta), 0.0))
@@ -247,8 +249,8 @@ def chance(power: FloatArray) -> FloatArray:
     return np.asarray(1 / (1 + np.exp(np.clip(power, -700, 700))))
 
 
-def _weights(parted: FloatArray, counts: FloatArray) -> FloatArray:
+def _weights(pair_areas: FloatArray, counts: FloatArray) -> FloatArray:
     i, j = np.triu_indices(counts.shape[1], 1)
-    known = ~np.isnan(parted) & (counts[:, i] > 0) & (counts[:, j] > 0)
+    comparable = ~np.isnan(pair_areas) & (counts[:, i] > 0) & (counts[:, j] > 0)
     size = 1 / (1 / np.maximum(counts[:, i], 1) + 1 / np.maximum(counts[:, j], 1))
-    return np.where(known, 1 / (SCATTER / size + PAIR), 0.0)
+    return np.where(comparable, 1 / (SCATTER / size + PAIR), 0.0)

@@ -122,17 +122,15 @@ def detection_over_seeds(flags: ArrayLike, truth: ArrayLike) -> DetectionOverSee
     As in `metrics.detection`, recall is 1 when there is nothing to find,
     precision 1 when nothing is flagged.
     """
-    found, noisy = np.asarray(flags, dtype=np.bool_), np.asarray(truth, dtype=np.bool_)
-    if found.ndim != 2 or not len(found) or found.shape[1:] != noisy.shape:
-        raise UserError(
-            f"flags must be S×K and truth K, got shapes {found.shape} and {noisy.shape}"
-        )
-    hits, flagged = (found & noisy).sum(axis=1), found.sum(axis=1)
-    precision = np.divide(hits, flagged, out=np.ones(len(found)), where=flagged > 0)
+    sets, noisy = np.asarray(flags, dtype=np.bool_), np.asarray(truth, dtype=np.bool_)
+    if sets.ndim != 2 or not len(sets) or sets.shape[1:] != noisy.shape:
+        raise UserError(f"flags must be S×K and truth K, got shapes {sets.shape} and {noisy.shape}")
+    hits, flagged = (sets & noisy).sum(axis=1), sets.sum(axis=1)
+    precision = np.divide(hits, flagged, out=np.ones(len(sets)), where=flagged > 0)
     return DetectionOverSeeds(
         recall=float(hits.mean() / noisy.sum()) if noisy.any() else 1.0,
         precision=float(precision.mean()),
-        match=float((found == noisy).all(axis=1).mean()),
+        match=float((sets == noisy).all(axis=1).mean()),
     )
 
 
@@ -221,26 +219,26 @@ def _fit_block(
         # what is broken at the start is so ever after
         broken: BoolArray = np.any(np.isnan(log_joint), axis=(0, 1))
         converged = (np.abs(bound - before) < tol) & ~broken
-        over = converged | broken | (iteration == max_iter)
-        if not over.any():
+        finished = converged | broken | (iteration == max_iter)
+        if not finished.any():
             continue
-        ended, keep = origin[over], over & ~broken
-        sound = origin[keep]
-        out.iterations[ended], out.converged[ended], out.broken[ended] = (
+        finished_fits, keep = origin[finished], finished & ~broken
+        sound_fits = origin[keep]
+        out.iterations[finished_fits], out.converged[finished_fits], out.broken[finished_fits] = (
             iteration,
-            converged[over],
-            broken[over],
+            converged[finished],
+            broken[finished],
         )
-        out.weights[sound], out.means[sound] = (
+        out.weights[sound_fits], out.means[sound_fits] = (
             weights[:, keep].T,
             means[:, :, keep].transpose(2, 1, 0),
         )
-        out.covariances[sound] = covariances[..., keep].T
-        out.lower_bound[sound] = bound[keep]
-        out.posterior[sound] = _e_step(log_joint[:, :, keep])[0].transpose(2, 0, 1)
-        if over.all():
+        out.covariances[sound_fits] = covariances[..., keep].T
+        out.lower_bound[sound_fits] = bound[keep]
+        out.posterior[sound_fits] = _e_step(log_joint[:, :, keep])[0].transpose(2, 0, 1)
+        if finished.all():
             return
-        origin, bound, log_joint = origin[~over], bound[~over], log_joint[:, :, ~over]
+        origin, bound, log_joint = origin[~finished], bound[~finished], log_joint[:, :, ~finished]
 
 
 def _e_step(log_joint: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -265,17 +263,19 @@ def _m_step(
     """
     d = x.shape[1]
     n = resp.sum(axis=0) + _TINY
-    means = _times(x.T, resp) / n
+    means = _multiply(x.T, resp) / n
     if covariance == "full":
-        apart = x.T[:, :, None, None] - means[:, None]  # D×K×M×S
+        deviations = x.T[:, :, None, None] - means[:, None]  # D×K×M×S
         spread = np.empty((d, d, *n.shape))
         for i in range(d):
-            spread[i, : i + 1] = np.einsum("kms,jkms->jms", resp * apart[i], apart[: i + 1]) / n
+            spread[i, : i + 1] = (
+                np.einsum("kms,jkms->jms", resp * deviations[i], deviations[: i + 1]) / n
+            )
             spread[: i + 1, i] = spread[i, : i + 1]
             spread[i, i] += reg
-        squares, log_det = _mahalanobis(spread, apart)
+        squares, log_det = _mahalanobis(spread, deviations)
     else:
-        spread = _times((x**2).T, resp) / n - means**2 + reg  # D×M×S
+        spread = _multiply((x**2).T, resp) / n - means**2 + reg  # D×M×S
         if covariance == "spherical":
             spread = spread.mean(axis=0, keepdims=True)
         spread[spread <= 0] = np.nan
@@ -283,7 +283,7 @@ def _m_step(
         # that is two sums of products
         x, mu = x - x.mean(axis=0), means - x.mean(axis=0)[:, None, None]
         scale = np.broadcast_to(1 / spread, mu.shape)
-        squares = _times(x**2, scale) - 2 * _times(x, mu * scale)
+        squares = _multiply(x**2, scale) - 2 * _multiply(x, mu * scale)
         squares += (mu**2 * scale).sum(axis=0)
         log_det = np.log(spread).sum(axis=0) * (d / len(spread))
         spread = spread[0] if covariance == "spherical" else spread
@@ -296,24 +296,24 @@ def _m_step(
     )
 
 
-def _times(matrix: FloatArray, stack: FloatArray) -> FloatArray:
+def _multiply(matrix: FloatArray, stack: FloatArray) -> FloatArray:
     """Matrix product over the first axis of `stack`."""
     product: FloatArray = (matrix @ stack.reshape(len(stack), -1)).reshape(-1, *stack.shape[1:])
     return product
 
 
-def _mahalanobis(spread: FloatArray, apart: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _mahalanobis(spread: FloatArray, deviations: FloatArray) -> tuple[FloatArray, FloatArray]:
     """(x − μ)ᵀ Σ⁻¹ (x − μ), K×M×S, and log |Σ|, M×S, by Cholesky; NaN
     where Σ is not positive definite.
     """
     d = len(spread)
     low = np.zeros_like(spread)
-    y = np.empty_like(apart)  # L⁻¹ (x − μ)
+    y = np.empty_like(deviations)  # L⁻¹ (x − μ)
     for j in range(d):
         column = spread[j:, j] - np.einsum("ipms,pms->ims", low[j:, :j], low[j, :j])
         column[0, ~(column[0] > 0)] = np.nan
         low[j:, j] = column / np.sqrt(column[0])
-        y[j] = (apart[j] - np.einsum("pms,pkms->kms", low[j, :j], y[:j])) / low[j, j]
+        y[j] = (deviations[j] - np.einsum("pms,pkms->kms", low[j, :j], y[:j])) / low[j, j]
     return np.einsum("dkms,dkms->kms", y, y), 2 * np.log(low[range(d), range(d)]).sum(axis=0)
 
 
@@ -325,8 +325,8 @@ def kmeans(points: FloatArray, seeds: Sequence[int], components: int = 2) -> Int
     draws = _draws(seeds, 1 + trials * (components - 1))
     distances = np.square(x[:, None] - x[None]).sum(axis=2)
     blocks = _blocks(len(draws), trials * len(x))
-    chosen = np.concatenate([_plus_plus(distances, draws[block], trials) for block in blocks])
-    start, origin = np.unique(chosen, axis=0, return_inverse=True)
+    centres = np.concatenate([_plus_plus(distances, draws[block], trials) for block in blocks])
+    start, origin = np.unique(centres, axis=0, return_inverse=True)
     labels = np.concatenate(
         [_lloyd(x, x[start[block]]) for block in _blocks(len(start), components * len(x))]
     )
@@ -337,24 +337,24 @@ def _plus_plus(distances: FloatArray, draws: FloatArray, trials: int) -> IntArra
     """Indices of the first centres, S×M: each next one is the best of
     `trials` drawn by squared distance.
     """
-    k, every = len(distances), np.arange(len(draws))
-    chosen = [_search(np.cumsum(np.full(k, 1 / k))[None], draws[:, :1], right=True)[:, 0]]
-    closest = distances[chosen[0]]  # S×K
+    k, runs = len(distances), np.arange(len(draws))
+    centres = [_search(np.cumsum(np.full(k, 1 / k))[None], draws[:, :1], right=True)[:, 0]]
+    closest = distances[centres[0]]  # S×K
     for at in range(1, draws.shape[1], trials):
         height = draws[:, at : at + trials] * closest.sum(axis=1, keepdims=True)
         candidates = _search(closest.cumsum(axis=1), height)
         nearer = np.minimum(closest[:, None], distances[candidates])  # S×trials×K
         best = nearer.sum(axis=2).argmin(axis=1)
-        chosen.append(candidates[every, best])
-        closest = nearer[every, best]
-    return np.stack(chosen, axis=1)
+        centres.append(candidates[runs, best])
+        closest = nearer[runs, best]
+    return np.stack(centres, axis=1)
 
 
 def _search(steps: FloatArray, heights: FloatArray, right: bool = False) -> IntArray:
     """`searchsorted` of each row, never beyond its end."""
     below = steps[:, None] <= heights[:, :, None] if right else steps[:, None] < heights[:, :, None]
-    found: IntArray = np.minimum(below.sum(axis=2), steps.shape[1] - 1)
-    return found
+    positions: IntArray = np.minimum(below.sum(axis=2), steps.shape[1] - 1)
+    return positions
 
 
 def _lloyd(x: FloatArray, centres: FloatArray, max_iter: int = 300) -> IntArray:
@@ -364,9 +364,9 @@ def _lloyd(x: FloatArray, centres: FloatArray, max_iter: int = 300) -> IntArray:
     moving = np.arange(len(centres))
     for _ in range(max_iter):
         before, labels[moving] = labels[moving], _nearest(x, centres[moving])
-        moved = _centroids(x, labels[moving], centres[moving])
-        shift = np.square(moved - centres[moving]).sum(axis=(1, 2))
-        centres[moving] = moved
+        new_centres = _centroids(x, labels[moving], centres[moving])
+        shift = np.square(new_centres - centres[moving]).sum(axis=(1, 2))
+        centres[moving] = new_centres
         stays = (labels[moving] == before).all(axis=1)
         settled = moving[~stays & (shift <= tol)]
         labels[settled] = _nearest(x, centres[settled])

@@ -111,12 +111,12 @@ class NoisyClientDetector:
             counts: samples behind each mean.
             names: what warnings call the clients; their row numbers if not given.
         """
-        table, self.scored_ = _read(losses, counts)
+        table, self.scored_ = _read_losses(losses, counts)
         self.filled_, self.normalised_ = np.full_like(table, np.nan), np.full_like(table, np.nan)
         unheld: BoolArray = np.all(np.isnan(table[self.scored_]), axis=0)
         rows = fill_missing(table[self.scored_])
-        known = rows if len(rows) else np.zeros((1, table.shape[1]))
-        self.low_, self.high_ = known.min(axis=0), known.max(axis=0)
+        reference = rows if len(rows) else np.zeros((1, table.shape[1]))
+        self.low_, self.high_ = reference.min(axis=0), reference.max(axis=0)
         points = _scale(rows, self.low_, self.high_) if self.normalise else rows
         self.filled_[self.scored_], self.normalised_[self.scored_] = rows, points
 
@@ -127,18 +127,20 @@ class NoisyClientDetector:
             self.reason_ = f"all {len(points)} clients have the same scores: nobody flagged"
         else:
             if unheld.any():
-                _warn(f"classes held by nobody, counted as loss 0: {_listed(unheld)}")
+                _warn(f"classes held by nobody, counted as loss 0: {_join_names(unheld)}")
             if (flat := ~unheld & (self.low_ == self.high_)).any():
                 _warn(
                     "classes with the same loss at every client, "
-                    f"which tell nothing: {_listed(flat)}"
+                    f"which tell nothing: {_join_names(flat)}"
                 )
             self.reason_ = self._split(points)
         self.noisy_, self.posterior_ = self._judge(self.normalised_)
         if self.mixture_ is None:
             _warn(self.reason_)
         if not self.scored_.all():
-            _warn(f"clients without usable scores, not trusted: {_listed(~self.scored_, names)}")
+            _warn(
+                f"clients without usable scores, not trusted: {_join_names(~self.scored_, names)}"
+            )
             self.reason_ += f"; {int((~self.scored_).sum())} without usable scores not trusted"
         return self
 
@@ -149,13 +151,13 @@ class NoisyClientDetector:
         under the mixture of the fit.
         """
         self._check_fitted()
-        table, scored = _read(losses, counts)
+        table, scored = _read_losses(losses, counts)
         if table.shape[1] != len(self.low_):
             raise UserError(
                 f"losses must have {len(self.low_)} classes as in fit, got {table.shape[1]}"
             )
         if not scored.all():
-            _warn(f"clients without usable scores, not trusted: {_listed(~scored, names)}")
+            _warn(f"clients without usable scores, not trusted: {_join_names(~scored, names)}")
         rows = np.where(np.isnan(table), self.low_, table)
         points = _scale(rows, self.low_, self.high_) if self.normalise else rows
         return self._judge(np.where(scored[:, None], points, np.nan))
@@ -237,23 +239,25 @@ class NoisyClientDetector:
             raise UserError("the detector has not seen any client yet: call fit first")
 
 
-def _read(losses: ArrayLike, counts: ArrayLike | None) -> tuple[FloatArray, BoolArray]:
+def _read_losses(losses: ArrayLike, counts: ArrayLike | None) -> tuple[FloatArray, BoolArray]:
     """Losses with NaN for missing, and which clients are usable: some class
     held, and no held class broken.
     """
     try:
         table = np.array(losses, dtype=np.float64)
-        held = ~np.isnan(table) if counts is None else np.asarray(counts, dtype=np.float64) > 0
+        present = ~np.isnan(table) if counts is None else np.asarray(counts, dtype=np.float64) > 0
     except (TypeError, ValueError) as error:
         raise UserError(f"losses and counts must be K×C numbers: {error}") from None
     if table.ndim != 2 or not table.size:
         raise UserError(
             f"losses must be K×C with at least one client and one class, got shape {table.shape}"
         )
-    if held.shape != table.shape:
-        raise UserError(f"counts must have the shape of losses, {table.shape}, got {held.shape}")
-    table[~held] = np.nan
-    scored: BoolArray = np.any(held, axis=1) & np.all(~held | (np.abs(table) < _LARGEST), axis=1)
+    if present.shape != table.shape:
+        raise UserError(f"counts must have the shape of losses, {table.shape}, got {present.shape}")
+    table[~present] = np.nan
+    scored: BoolArray = np.any(present, axis=1) & np.all(
+        ~present | (np.abs(table) < _LARGEST), axis=1
+    )
     return table, scored
 
 
@@ -289,14 +293,14 @@ class Mixture:
         """One component's covariance as a matrix, D×D."""
         if self.covariance == "tied":
             return self.covariances_
-        given: FloatArray = self.covariances_[component]
-        return given if self.covariance == "full" else given * np.eye(self.means_.shape[1])
+        values: FloatArray = self.covariances_[component]
+        return values if self.covariance == "full" else values * np.eye(self.means_.shape[1])
 
     def _log_joint(self, component: int, points: FloatArray) -> FloatArray:
         low = np.linalg.cholesky(self.covariance_of(component))
-        apart = np.linalg.solve(low, (points - self.means_[component]).T)
+        whitened = np.linalg.solve(low, (points - self.means_[component]).T)
         log_weight = np.log(self.weights_[component]) - np.log(np.diag(low)).sum()
-        log_joint: FloatArray = log_weight - (apart**2).sum(axis=0) / 2
+        log_joint: FloatArray = log_weight - (whitened**2).sum(axis=0) / 2
         return log_joint
 
 
@@ -331,7 +335,7 @@ def _fit_tied(points: FloatArray, seed: int) -> Mixture | None:
     return Mixture(fit.weights_, fit.means_, fit.covariances_, "tied")
 
 
-def _listed(mask: BoolArray, names: Sequence[str] | None = None) -> str:
+def _join_names(mask: BoolArray, names: Sequence[str] | None = None) -> str:
     return ", ".join(str(i) if names is None else names[i] for i in np.flatnonzero(mask).tolist())
 
 

@@ -64,8 +64,8 @@ def withhold(
     """Losses and counts with the classes of fewer than `min_count`
     samples as missing: NaN and 0.
     """
-    kept = counts >= min_count
-    return np.where(kept, losses, np.nan), np.where(kept, counts, 0.0)
+    sendable = counts >= min_count
+    return np.where(sendable, losses, np.nan), np.where(sendable, counts, 0.0)
 
 
 def noisy_class_losses(
@@ -96,11 +96,11 @@ def noisy_class_losses(
     counts = np.bincount(labels, minlength=classes).astype(np.float64)
     # for every class, so that one's presence does not move another's noise
     noise = rng.laplace(size=classes)
-    sent = counts >= max(min_count, 1)
-    scale = np.divide(bound / epsilon, counts, out=np.zeros(classes), where=sent)
+    sendable = counts >= max(min_count, 1)
+    scale = np.divide(bound / epsilon, counts, out=np.zeros(classes), where=sendable)
     sums = np.bincount(labels, clipped, minlength=classes)
-    means = np.divide(sums, counts, out=np.zeros(classes), where=sent) + noise * scale
-    return np.where(sent, np.clip(means, 0.0, bound), np.nan), sent.astype(np.float64)
+    means = np.divide(sums, counts, out=np.zeros(classes), where=sendable) + noise * scale
+    return np.where(sendable, np.clip(means, 0.0, bound), np.nan), sendable.astype(np.float64)
 
 
 def noise_generator(task: Task, client: int) -> np.random.Generator:
@@ -112,7 +112,7 @@ def noise_generator(task: Task, client: int) -> np.random.Generator:
     return generator(int(task.settings[NOISE_SEED]), "score.noise", task.round, client)
 
 
-def protect(method: MethodT, task: Task, wanted: Protection) -> tuple[MethodT, Task]:
+def protect(method: MethodT, task: Task, protection: Protection) -> tuple[MethodT, Task]:
     """The method and the task as a site carries them out: the stricter of
     what it and the server ask for.
 
@@ -122,19 +122,19 @@ def protect(method: MethodT, task: Task, wanted: Protection) -> tuple[MethodT, T
     """
     if task.name not in ("score", "moments"):
         return method, task
-    known = {item.name for item in dataclasses.fields(method)}  # type: ignore[arg-type]
-    if not {"score_min_count", "score_epsilon"} <= known:
-        if wanted == Protection():
+    field_names = {item.name for item in dataclasses.fields(method)}  # type: ignore[arg-type]
+    if not {"score_min_count", "score_epsilon"} <= field_names:
+        if protection == Protection():
             return method, task
         raise UserError(
             "this site holds back class losses (privacy in its site.yaml), but "
             f"{type(method).__name__} cannot"
         )
     server: Any = method
-    epsilons = [e for e in (wanted.score_epsilon, server.score_epsilon) if e is not None]
+    epsilons = [e for e in (protection.score_epsilon, server.score_epsilon) if e is not None]
     stricter: MethodT = replace(
         server,
-        score_min_count=max(wanted.min_count, server.score_min_count),
+        score_min_count=max(protection.min_count, server.score_min_count),
         score_epsilon=min(epsilons, default=None),
     )
     return stricter, _with_fresh_noise(task) if epsilons else task

@@ -17,28 +17,30 @@ import numpy as np
 from fednoro.core.types import Clients, FedNoRoWarning, Reply, State, Weights
 from fednoro.detection.mixture_detector import NoisyClientDetector
 
-SCORED = "scored"  # among a state's kept models
+SCORING_MODEL = "scored"  # among a state's models
 
 
-def unscored(state: State, clients: Clients) -> list[int]:
+def clients_to_score(state: State, clients: Clients) -> list[int]:
     """Whom to score now, asked at most once a round: everyone at first, later those
     drawn who have no score yet.
     """
     if state.memo.get("asked_in") == state.round:
         return []
-    known = {int(k) for k, row in _judged(state).items() if row["posterior"] is not None}
-    asked = clients.drawn if "detector" in state.memo else clients.present
-    return [k for k in asked if k not in known]
+    scored_clients = {
+        int(k) for k, row in _client_rows(state).items() if row["posterior"] is not None
+    }
+    candidates = clients.drawn if "detector" in state.memo else clients.present
+    return [k for k in candidates if k not in scored_clients]
 
 
 def scoring_model(state: State) -> Weights:
     """What clients are scored with: the model as it was when the verdict was found."""
-    return state.kept.get(SCORED, state.model)
+    return state.models.get(SCORING_MODEL, state.model)
 
 
 def verdicts(state: State) -> dict[int, bool]:
     """Who is noisy, as far as it is known."""
-    return {int(k): bool(row["noisy"]) for k, row in _judged(state).items()}
+    return {int(k): bool(row["noisy"]) for k, row in _client_rows(state).items()}
 
 
 def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) -> State:
@@ -64,7 +66,7 @@ def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) 
     }
     fitted = memo.get("detector", {}).get("mixture") is not None
     if not fitted:  # with a late client there may be two groups: everybody known is judged anew
-        rows = {**_judged(state), **rows}
+        rows = {**_client_rows(state), **rows}
     # None becomes NaN
     losses = np.array([row["losses"] for row in rows.values()], dtype=np.float64)
     counts = np.array([row["counts"] for row in rows.values()], dtype=np.float64)
@@ -77,32 +79,32 @@ def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) 
         detector.fit(losses, counts, list(rows))
         noisy, posterior, reason = detector.noisy_, detector.posterior_, detector.reason_
         memo["detector"] = detector.to_dict()
-    judged = {
+    verdict_rows = {
         k: {**row, "noisy": bool(flag), "posterior": float(p) if np.isfinite(p) else None}
         for (k, row), flag, p in zip(rows.items(), noisy, posterior, strict=True)
     }
-    memo["detection"] = {"reason": reason, "clients": {**_judged(state), **judged}}
-    kept = {**state.kept, SCORED: scoring_model(state)}
-    return replace(state, memo=memo, stage="detection", notes={}, kept=kept)
+    memo["detection"] = {"reason": reason, "clients": {**_client_rows(state), **verdict_rows}}
+    models = {**state.models, SCORING_MODEL: scoring_model(state)}
+    return replace(state, memo=memo, stage="detection", notes={}, models=models)
 
 
 def _well_formed(scores: Sequence[Reply], classes: int) -> list[Reply]:
     """Scores that have a loss and a count for each class; who sent others is asked again."""
-    kept = []
+    usable = []
     for reply in scores:
         shapes = [np.shape(reply.arrays.get(name, ())) for name in ("losses", "counts")]
         if shapes == [(classes,)] * 2 and not np.isnan(reply.arrays["counts"]).any():
-            kept.append(reply)
+            usable.append(reply)
         else:
             message = (
                 f"client {reply.client} sent no loss and count for each of "
                 f"{classes} classes: it is not scored"
             )
             warnings.warn(message, FedNoRoWarning, stacklevel=3)
-    return kept
+    return usable
 
 
-def _judged(state: State) -> Mapping[str, Any]:
+def _client_rows(state: State) -> Mapping[str, Any]:
     detection: Mapping[str, Any] = state.memo.get("detection", {})
     clients: Mapping[str, Any] = detection.get("clients", {})
     return clients

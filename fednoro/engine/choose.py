@@ -87,8 +87,8 @@ class Hardware:
             return
         from fednoro.engine.cuda import image_kernel
 
+        # an engine will meet the same error
         with suppress(Exception), torch.cuda.device(self.device):
-            # an engine will meet the same error
             # label noise is made in float32 whatever comes after
             _convolve(self.device, torch.float32)
             if self.precision == "bf16" and image_kernel.available():
@@ -105,11 +105,11 @@ class Hardware:
         clients: Sequence[Client] = (),
     ) -> EagerEngine:
         """The engine that serves best here; it describes itself."""
-        given = (network, dataset, inputs, training, seed, self.device, clients)
+        arguments = (network, dataset, inputs, training, seed, self.device, clients)
         if self.kind == "eager" or self.device.type not in ("cpu", "cuda"):
-            return EagerEngine(*given)
+            return EagerEngine(*arguments)
         if self.device.type == "cpu":
-            return CpuEngine(*given, lanes=self.lanes)
+            return CpuEngine(*arguments, lanes=self.lanes)
         from fednoro.engine.cuda.cuda_engine import CudaEngine
 
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -120,11 +120,11 @@ class Hardware:
                 f"little of the GPU's {have} free"
             )
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
-            return EagerEngine(*given, resident=False)
+            return EagerEngine(*arguments, resident=False)
         try:
             stacked = None if self.stack else False
             return CudaEngine(
-                *given,
+                *arguments,
                 precision=self.precision,
                 compiled=self.compiled,
                 lanes=self.lanes,
@@ -137,7 +137,7 @@ class Hardware:
                 "not hold one network per stream"
             )
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
-            return EagerEngine(*given)
+            return EagerEngine(*arguments)
 
 
 def _convolve(device: torch.device, dtype: torch.dtype) -> None:

@@ -25,11 +25,11 @@ from fednoro.core.training import Training
 from fednoro.core.types import Failure, IntArray, Reply, Task, Weights
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
-from fednoro.engine.eager import EagerEngine, EagerSite, answered
+from fednoro.engine.eager import EagerEngine, EagerSite, reply_or_failure
 from fednoro.engine.lane import Lane
 from fednoro.methods import Method
 
-HELD = 2**30  # bytes of models that may wait to be folded
+WAITING_BYTES = 2**30  # bytes of models that may wait to be folded
 # of a model that a lane holds: network, anchor, gradient, Adam's two moments, and the one it sends
 COPIES = 6
 
@@ -55,13 +55,13 @@ class CpuEngine(EagerEngine):
         lanes: int | None = None,
     ) -> None:
         super().__init__(network, dataset, inputs, training, seed, device, clients)
-        wanted = min(lanes or torch.get_num_threads(), _lanes_in_memory(self.lane))
-        if wanted > 1 and self._draws_at_random():
+        lane_count = min(lanes or torch.get_num_threads(), _lanes_in_memory(self.lane))
+        if lane_count > 1 and self._draws_at_random():
             # PyTorch's generator is shared by all threads: one client would take another's draws
-            wanted = 1
+            lane_count = 1
         self.lanes = [
             self.lane,
-            *(Lane(copy.deepcopy(self.net.net), device) for _ in range(wanted - 1)),
+            *(Lane(copy.deepcopy(self.net.net), device) for _ in range(lane_count - 1)),
         ]
         for lane in self.lanes:
             lane.net.copies = self.net.copies
@@ -76,10 +76,10 @@ class CpuEngine(EagerEngine):
         if self._halted.is_set():
             raise HaltedError
 
-    def seeded(self, task: Task, client: int) -> AbstractContextManager[None]:
+    def seed_torch(self, task: Task, client: int) -> AbstractContextManager[None]:
         # With several lanes nothing draws, and lanes that restore one generator would
         # leave each other's state in it.
-        return super().seeded(task, client) if len(self.lanes) == 1 else nullcontext()
+        return super().seed_torch(task, client) if len(self.lanes) == 1 else nullcontext()
 
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
         """Each client's answer, in client order; a client that raises becomes a `Failure`."""
@@ -87,7 +87,9 @@ class CpuEngine(EagerEngine):
             yield from super().exchange(method, tasks)
             return
         with self._pool() as run:
-            for window in windows(sorted(tasks), self.net.values.nbytes, HELD, 2 * len(self.lanes)):
+            for window in windows(
+                sorted(tasks), self.net.values.nbytes, WAITING_BYTES, 2 * len(self.lanes)
+            ):
                 # The largest first: a large client that starts last would keep one lane busy alone.
                 order = sorted(window, key=lambda k: -len(self.clients[k].index))
                 answers = {k: run(self._work, method, tasks[k], k) for k in order}
@@ -95,7 +97,9 @@ class CpuEngine(EagerEngine):
                     yield answers.pop(k).result()
 
     def _work(self, lane: Lane, method: Method, task: Task, k: int) -> Reply | Failure:
-        return answered(k, lambda: method.work(task, EagerSite(self, lane, self.clients[k])))
+        return reply_or_failure(
+            k, lambda: method.work(task, EagerSite(self, lane, self.clients[k]))
+        )
 
     def logits(self, weights: Weights, index: IntArray) -> Tensor:
         """Outputs in eval mode for the images at `index`, N×C."""
@@ -104,8 +108,8 @@ class CpuEngine(EagerEngine):
             return super().logits(weights, index)
         share = -(-len(parts) // len(self.lanes))
 
-        def work(lane: Lane, mine: Sequence[Tensor]) -> Tensor:
-            return lane.logits(self.images, weights, mine, [None] * len(mine))
+        def work(lane: Lane, lane_parts: Sequence[Tensor]) -> Tensor:
+            return lane.logits(self.images, weights, lane_parts, [None] * len(lane_parts))
 
         with self._pool() as run:
             results = [run(work, parts[i : i + share]) for i in range(0, len(parts), share)]
@@ -120,20 +124,20 @@ class CpuEngine(EagerEngine):
         for lane in self.lanes:
             idle.put(lane)
 
-        def on_a_lane(function: Callable[..., Any], *arguments: Any) -> Any:
+        def run_on_lane(function: Callable[..., Any], *arguments: Any) -> Any:
             lane = idle.get()
             try:
                 return function(lane, *arguments)
             finally:
                 idle.put(lane)
 
-        unfinished: set[Future[Any]] = set()
+        futures: set[Future[Any]] = set()
 
         def run(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-            future = self._threads.submit(on_a_lane, function, *arguments)
-            unfinished.add(future)
+            future = self._threads.submit(run_on_lane, function, *arguments)
+            futures.add(future)
             # a result that was folded must not be kept alive
-            future.add_done_callback(unfinished.discard)
+            future.add_done_callback(futures.discard)
             return future
 
         threads = torch.get_num_threads()
@@ -142,27 +146,29 @@ class CpuEngine(EagerEngine):
             yield run
         finally:
             self._halted.set()
-            for future in list(unfinished):
+            for future in list(futures):
                 future.cancel()
-            wait(list(unfinished))
+            wait(list(futures))
             self._halted.clear()
             torch.set_num_threads(threads)
 
     def _draws_at_random(self) -> bool:
         """Whether the network draws random numbers when it is trained, as dropout does."""
-        two = torch.zeros(2, dtype=torch.int64)
-        before = self.net.weights()
+        index = torch.zeros(2, dtype=torch.int64)
+        weights = self.net.weights()
         with torch_seed(0, "probe"), torch.no_grad():
             state = torch.get_rng_state()
-            self.net.net.train()(self.images.batch(two))
-            drew = not torch.equal(state, torch.get_rng_state())
-        self.net.load(before)
-        return drew
+            self.net.net.train()(self.images.batch(index))
+            is_random = not torch.equal(state, torch.get_rng_state())
+        self.net.load(weights)
+        return is_random
 
 
-def windows(clients: Sequence[int], model: int, held: int, least: int) -> Iterator[Sequence[int]]:
+def windows(
+    clients: Sequence[int], model_bytes: int, memory: int, least: int
+) -> Iterator[Sequence[int]]:
     """Cuts clients into runs of which all models (of so many bytes each) may be held at once."""
-    return cut(clients, max(least, held // max(model, 1)))
+    return cut(clients, max(least, memory // max(model_bytes, 1)))
 
 
 def cut(clients: Sequence[int], size: int) -> Iterator[Sequence[int]]:

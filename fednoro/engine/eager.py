@@ -78,7 +78,7 @@ class EagerEngine:
     def check_halted(self) -> None:
         """Raises where the work is no longer wanted; one client at a time can always finish."""
 
-    def seeded(self, task: Task, client: int) -> AbstractContextManager[None]:
+    def seed_torch(self, task: Task, client: int) -> AbstractContextManager[None]:
         """Seeds torch's own generator for a client's training:
         dropout and the like draw from it.
         """
@@ -90,7 +90,7 @@ class EagerEngine:
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
         """Each client's answer, in client order; a client that raises becomes a `Failure`."""
         for k in sorted(tasks):
-            yield answered(k, lambda k=k: method.work(tasks[k], self.site(self.clients[k])))  # type: ignore[misc]
+            yield reply_or_failure(k, lambda k=k: method.work(tasks[k], self.site(self.clients[k])))  # type: ignore[misc]
 
     def logits(self, weights: Weights, index: IntArray) -> Tensor:
         """Outputs in eval mode for the images at `index`, N×C."""
@@ -116,7 +116,7 @@ class EagerEngine:
         return self.lane.recalibrate(self.images, weights, client.index)
 
 
-def answered(client: int, work: Callable[[], Reply]) -> Reply | Failure:
+def reply_or_failure(client: int, work: Callable[[], Reply]) -> Reply | Failure:
     """A client's answer; an exception is one as well."""
     try:
         return work()
@@ -175,10 +175,10 @@ class EagerSite:
         engine, lane, options = self.engine, self.lane, self.engine.training
         device = engine.device
         lane.load(task.weights)
-        where, labels = torch.from_numpy(self.data.index).to(device), self.labels
-        total, seen = torch.zeros((), device=device), 0
+        positions, labels = torch.from_numpy(self.data.index).to(device), self.labels
+        total, image_count = torch.zeros((), device=device), 0
         lane.net.net.train()
-        with engine.seeded(task, self.client):
+        with engine.seed_torch(task, self.client):
             count = options.epochs if epochs is None else epochs
             for epoch in schedule(
                 engine.seed, task, self.client, self.size, draws, count, options.augment
@@ -189,8 +189,8 @@ class EagerSite:
                 )
                 for first, last, _ in blocks(batches(self.size, options.batch), engine.room):
                     index, uniforms = order[first:last], u[first:last]
-                    x = engine.images.batch(where[index], uniforms[:, :DRAWS])
-                    whole = (
+                    x = engine.images.batch(positions[index], uniforms[:, :DRAWS])
+                    block = (
                         x,
                         labels[index],
                         index,
@@ -198,16 +198,18 @@ class EagerSite:
                         *(v[index] for v in (rows or {}).values()),
                     )
                     for x, y, i, v, *r in zip(
-                        *(torch.split(part, options.batch) for part in whole), strict=True
+                        *(torch.split(part, options.batch) for part in block), strict=True
                     ):
                         engine.check_halted()
-                        mine = dict(zip(rows or {}, r, strict=True))
+                        row_values = dict(zip(rows or {}, r, strict=True))
                         normalise_by_running_statistics(lane.net.norms, alone=len(i) == 1)
-                        value = loss(Step(lane.net.net, lane.anchor.net, x, y, i, aux, v, mine))
+                        value = loss(
+                            Step(lane.net.net, lane.anchor.net, x, y, i, aux, v, row_values)
+                        )
                         lane.descend(value, options)
                         total.add_(value.detach(), alpha=len(i))
-                        seen += len(i)
-        return lane.net.weights(), total / max(seen, 1)
+                        image_count += len(i)
+        return lane.net.weights(), total / max(image_count, 1)
 
     def logits(self, task: Task, weights: Weights, augment: bool = False) -> Tensor:
         """Outputs for all of the client's images in eval mode, N×C;
@@ -226,8 +228,8 @@ class EagerSite:
         self, weights: Weights, u: NDArray[np.float32] | None = None, features: bool = False
     ) -> Tensor:
         parts = self._batches(self.data.index)
-        drawn = [None] * len(parts) if u is None else self._batches(u)
-        return self.lane.logits(self.engine.images, weights, parts, drawn, features)[: self.size]
+        uniforms = [None] * len(parts) if u is None else self._batches(u)
+        return self.lane.logits(self.engine.images, weights, parts, uniforms, features)[: self.size]
 
     def _batches(self, array: NDArray[Any]) -> Sequence[Tensor]:
         """Something of each image, in the batches that are evaluated; the last one

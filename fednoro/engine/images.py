@@ -32,11 +32,11 @@ class Images:
     ) -> None:
         self.device, self.augment = device, augment
         mapped = isinstance(images, np.memmap) and device.type == "cpu"
-        self._mapped = images if mapped or not resident else None
+        self._host_images = images if mapped or not resident else None
         self.pixels: Tensor | None = None
         # oneDNN, pooling and normalisation are faster there
         self._channels_last = device.type == "cpu"
-        if self._mapped is None:  # copied only where torch could not take the array as it is
+        if self._host_images is None:  # copied only where torch could not take the array as it is
             self.pixels = torch.from_numpy(np.require(images, requirements=["C", "W"])).to(device)
         mean, deviation = normalisation(inputs)
         self.mean = torch.tensor(mean, device=device).view(1, -1, 1, 1)
@@ -47,8 +47,8 @@ class Images:
         if self.pixels is not None:
             raw = self.pixels.index_select(0, index)
         else:
-            assert self._mapped is not None
-            raw = torch.from_numpy(np.ascontiguousarray(self._mapped[index.cpu().numpy()])).to(
+            assert self._host_images is not None
+            raw = torch.from_numpy(np.ascontiguousarray(self._host_images[index.cpu().numpy()])).to(
                 self.device
             )
         x = raw.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format) / 255

@@ -38,7 +38,7 @@ class Lane:
         self.net, self.anchor = Packed(net, device), Packed(copy.deepcopy(net), device)
         self.anchor.net.eval().requires_grad_(False)
         self.teacher: Any = self.anchor.net  # what is asked for the anchor's outputs
-        self._anchored: Tensor | None = None
+        self._anchor_values: Tensor | None = None
         self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
         self.adam = Adam(self.parameters)
         self._spare = Spare()
@@ -56,13 +56,13 @@ class Lane:
         """The anchor takes over `weights`, unless it has them: the clients of a
         round receive the same model.
         """
-        if self._anchored is not weights.values:
+        if self._anchor_values is not weights.values:
             self.anchor.load(weights, counters=not self._host_counts)
-            self._anchored = weights.values
+            self._anchor_values = weights.values
 
     def descend(self, loss: Tensor, options: Training) -> None:
         """One step of Adam down the gradient of `loss`."""
-        with self._spare.offered() if self._spare else nullcontext():
+        with self._spare.offer() if self._spare else nullcontext():
             gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self.adam.step(gradients, options)
 
@@ -94,13 +94,13 @@ class Lane:
         self.net.load(weights)
         self.net.net.eval()  # no dropout
         momenta = [norm.train().momentum for norm in self.net.norms]
-        where, seen = torch.from_numpy(index).to(self.device), 0
+        positions, image_count = torch.from_numpy(index).to(self.device), 0
         with torch.no_grad():
-            for part in torch.tensor_split(where, -(-len(where) // EVALUATION_BATCH)):
+            for part in torch.tensor_split(positions, -(-len(positions) // EVALUATION_BATCH)):
                 # of equal size, never one alone
-                seen += len(part)
+                image_count += len(part)
                 for norm in self.net.norms:
-                    norm.momentum = len(part) / seen  # so that each image counts the same
+                    norm.momentum = len(part) / image_count  # so that each image counts the same
                 self.net.net(images.batch(part))
         for norm, momentum in zip(self.net.norms, momenta, strict=True):
             norm.momentum = momentum
@@ -119,12 +119,12 @@ def penultimate(net: nn.Module) -> Callable[[Tensor], Tensor]:
         )
 
     def features(x: Tensor) -> Tensor:
-        found: Tensor = net.features(x)  # type: ignore[operator]
-        if found.ndim != 2:
+        outputs: Tensor = net.features(x)  # type: ignore[operator]
+        if outputs.ndim != 2:
             raise UserError(
-                f"the network's features(x) must be B×d, got shape {tuple(found.shape)}"
+                f"the network's features(x) must be B×d, got shape {tuple(outputs.shape)}"
             )
-        return found
+        return outputs
 
     return features
 
@@ -143,12 +143,12 @@ class Adam:
         self.squares = [torch.zeros_like(tensor) for tensor in self.tensors]
         self.count = torch.zeros((), device=self.tensors[0].device if self.tensors else None)
 
-    def within(
+    def moments_and_places(
         self, packed: Packed, means: Tensor, squares: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The moments here, and their places in vectors that are laid out as a network's."""
-        there = [packed.views_of(vector)[: len(self.tensors)] for vector in (means, squares)]
-        return [*self.means, *self.squares], [*there[0], *there[1]]
+        places = [packed.views_of(vector)[: len(self.tensors)] for vector in (means, squares)]
+        return [*self.means, *self.squares], [*places[0], *places[1]]
 
     def reset(self) -> None:
         """As new: every client begins every round with a fresh optimizer."""
@@ -156,17 +156,20 @@ class Adam:
 
     def step(self, gradients: Sequence[Tensor | None], options: Training) -> None:
         """One update; a tensor without a gradient has the gradient zero."""
-        laid_out = [_like(t, g) for g, t in zip(gradients, self.tensors, strict=True)]
+        gradients_in_layout = [
+            _in_layout_of(t, g) for g, t in zip(gradients, self.tensors, strict=True)
+        ]
         with torch.no_grad():
             self.count.add_(1.0)
             torch._fused_adam_(
-                self.tensors, laid_out, self.means, self.squares, [], [self.count] * len(laid_out),
-                lr=options.lr, weight_decay=options.weight_decay, beta1=0.9, beta2=0.999, eps=1e-8,
+                self.tensors, gradients_in_layout, self.means, self.squares, [],
+                [self.count] * len(gradients_in_layout), lr=options.lr,
+                weight_decay=options.weight_decay, beta1=0.9, beta2=0.999, eps=1e-8,
                 amsgrad=False, maximize=False,
             )  # fmt: skip
 
 
-def _like(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+def _in_layout_of(tensor: Tensor, gradient: Tensor | None) -> Tensor:
     """The gradient laid out as its tensor: the fused update walks through memory."""
     if gradient is None:
         return torch.zeros_like(tensor)
@@ -193,11 +196,11 @@ def schedule(
     """All that is random in a client's training, the same on every engine."""
     rng = generator(seed, task.name, task.round, client)
     angle, shift = augment.spread(float(task.settings.get(FURTHER, 1.0)))
-    times = np.array([angle, shift, shift], dtype=np.float32)
+    factors = np.array([angle, shift, shift], dtype=np.float32)
     for _ in range(epochs):
         order, u = rng.permutation(size), rng.random((size, DRAWS + draws), dtype=np.float32)
         # ½ moves an image nowhere; times 1 they stay as they are, to the bit
-        u[:, :3] = 0.5 + (u[:, :3] - 0.5) * times
+        u[:, :3] = 0.5 + (u[:, :3] - 0.5) * factors
         yield Epoch(order, u)
 
 
@@ -215,14 +218,14 @@ def blocks(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int, list[int
     """Runs of whole batches that fit into the room: first and last image,
     and the sizes of the batches.
     """
-    first, inside = 0, list[int]()
+    first, batch_sizes = 0, list[int]()
     for size in sizes:
-        if sum(inside) + size > room:
-            yield first, first + sum(inside), inside
-            first, inside = first + sum(inside), []
-        inside.append(size)
-    if inside:
-        yield first, first + sum(inside), inside
+        if sum(batch_sizes) + size > room:
+            yield first, first + sum(batch_sizes), batch_sizes
+            first, batch_sizes = first + sum(batch_sizes), []
+        batch_sizes.append(size)
+    if batch_sizes:
+        yield first, first + sum(batch_sizes), batch_sizes
 
 
 def normalise_by_running_statistics(norms: Iterable[nn.Module], alone: bool) -> None:

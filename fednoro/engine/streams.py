@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BEHIND = 2  # pieces of work on the side that the main stream may be ahead of
+QUEUED_AT_MOST = 2  # pieces of work on the side that the main stream may be ahead of
 
 
 def stream(device: torch.device, priority: int = 0) -> Any:
     return torch.cuda.Stream(device, priority) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def current(device: torch.device) -> Any:
+def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def after(later: Any, earlier: Any) -> None:
+def make_wait(later: Any, earlier: Any) -> None:
     """What is queued on `later` from now on waits for what is queued on `earlier` already."""
     if later is not None and earlier is not None:
         later.wait_stream(earlier)
@@ -44,37 +44,37 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Aside:
+class SideStream:
     """A second stream of a GPU, for what the main one does not wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = stream(device)
         # when it is done, and what it reads until then
-        self._open: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
+        self._pending_work: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
 
     @contextmanager
-    def work(self, *read: Tensor) -> Iterator[None]:
+    def work(self, *tensors: Tensor) -> Iterator[None]:
         """Queues what is in the block behind all that the main stream has now; what it
         reads is kept until it is done.
 
         The main stream waits where it would be too far ahead.
         """
         main = torch.cuda.current_stream(self.stream.device)
-        while len(self._open) >= BEHIND:
-            done, _ = self._open.popleft()
-            main.wait_event(done)
-        after(self.stream, main)
+        while len(self._pending_work) >= QUEUED_AT_MOST:
+            end, _ = self._pending_work.popleft()
+            main.wait_event(end)
+        make_wait(self.stream, main)
         try:
             with torch.cuda.stream(self.stream):
                 yield
         finally:
-            self._open.append((event(self.stream), read))
+            self._pending_work.append((event(self.stream), tensors))
 
     def join(self) -> None:
         """What is queued on the current stream from now on waits for all that is queued aside."""
-        if self._open:
-            self._open.clear()  # first: a capture that broke off may refuse to wait
-            after(torch.cuda.current_stream(self.stream.device), self.stream)
+        if self._pending_work:
+            self._pending_work.clear()  # first: a capture that broke off may refuse to wait
+            make_wait(torch.cuda.current_stream(self.stream.device), self.stream)
 
 
 def release_memory() -> None:

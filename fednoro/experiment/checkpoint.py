@@ -25,11 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fednoro.core.files import disk_errors, to_disk, whole, write_whole
+from fednoro.core.files import disk_errors, to_disk, whole_file, write_whole
 from fednoro.core.types import State, UserError, Weights
 from fednoro.core.wording import first_names
 from fednoro.data.client import Client
-from fednoro.engine.streams import current, finish, stream
+from fednoro.engine.streams import current_stream, finish, stream
 from fednoro.experiment.config.configuration import (
     RUNTIME_KEYS,
     Config,
@@ -82,7 +82,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def take_snapshot(folder: RunFolder, state: State, clients: Mapping[int, Client]) -> Snapshot:
     """This moment, to be saved now or later."""
     # whoever copies it need not wait for what comes after
-    finish(current(state.model.values.device))
+    finish(current_stream(state.model.values.device))
     memories = {k: dict(client.memory) for k, client in clients.items()}
     return Snapshot(state, memories, {name: _size(folder.path / name) for name in LOGS})
 
@@ -96,7 +96,7 @@ def write_checkpoint(folder: RunFolder, snapshot: Snapshot) -> None:
     """Writes a checkpoint, then drops older ones."""
     state = snapshot.state
     tensors = {"values": state.model.values, "counters": state.model.counters}
-    for name, model in state.kept.items():
+    for name, model in state.models.items():
         tensors |= {f"kept.{name}.values": model.values, f"kept.{name}.counters": model.counters}
     for k, memory in snapshot.memories.items():
         tensors.update({f"memory.{k}.{name}": value for name, value in memory.items()})
@@ -117,7 +117,9 @@ def write_checkpoint(folder: RunFolder, snapshot: Snapshot) -> None:
             if log.exists():
                 # they must not be shorter than the checkpoint says, even after a power cut
                 to_disk(log)
-    with whole(folder.path / "checkpoints" / f"round-{state.round:05d}.safetensors") as temporary:
+    with whole_file(
+        folder.path / "checkpoints" / f"round-{state.round:05d}.safetensors"
+    ) as temporary:
         _write_safetensors(temporary, tensors, metadata)
     for old in checkpoints(folder)[:-CHECKPOINTS_PER_RUN]:
         old.unlink(missing_ok=True)
@@ -197,7 +199,7 @@ def load_checkpoint(path: Path) -> Snapshot:
             )
             for name in names
         }
-        state = State(model, kept=other_models, **facts)
+        state = State(model, models=other_models, **facts)
     except Exception as error:  # each kind of damage raises another type
         why = (
             f"it has no {error}"
@@ -223,7 +225,7 @@ def to_device(state: State, device: torch.device) -> State:
     return replace(
         state,
         model=move(state.model),
-        kept={name: move(model) for name, model in state.kept.items()},
+        models={name: move(model) for name, model in state.models.items()},
     )
 
 

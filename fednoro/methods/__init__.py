@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fednoro.core.options import imported
+from fednoro.core.options import import_named
 from fednoro.core.types import UserError
 from fednoro.methods.fedcorr import FedCorr, FedCorrLA
 from fednoro.methods.fedla import FedLA
@@ -50,8 +50,8 @@ def find_method(name: str) -> type[Method]:
     """The class that a name stands for: a registered one, or one's own as `module:Class`."""
     if name in METHODS:
         return METHODS[name]
-    kind = imported(name, "method")
-    if not (isinstance(kind, type) and issubclass(kind, Method) and _frozen(kind)):
+    kind = import_named(name, "method")
+    if not (isinstance(kind, type) and issubclass(kind, Method) and _is_frozen(kind)):
         raise UserError(
             f"method {name!r} is no method: it must be a frozen "
             "dataclass that extends fednoro's Method"
@@ -83,6 +83,6 @@ def _finds(name: str, kind: type[Method]) -> bool:
         return False
 
 
-def _frozen(kind: type[Method]) -> bool:
-    made: Any = vars(kind).get("__dataclass_params__")
-    return bool(made and made.frozen)
+def _is_frozen(kind: type[Method]) -> bool:
+    dataclass_parameters: Any = vars(kind).get("__dataclass_params__")
+    return bool(dataclass_parameters and dataclass_parameters.frozen)

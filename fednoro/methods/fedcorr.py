@@ -56,7 +56,7 @@ from fednoro.core.types import (
 )
 from fednoro.detection.indicators import lid
 from fednoro.methods.method import Method
-from fednoro.methods.relabel import believed, upper_component, worst
+from fednoro.methods.relabel import largest_losses, sure_labels, upper_component
 
 FEWEST = 5  # images for a LID: with fewer than 4 neighbours the estimate has no finite variance
 UNTRUSTED = 1.0  # the noise level of a client that was flagged and did not say its own
@@ -100,29 +100,30 @@ class FedCorr(Method):
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
         if state.round == 0 and (tasks := self._preprocessing(state, clients)):
             return tasks
-        mu, chosen = self._levels(state, self.iterations), clients.drawn
+        mu, participants = self._levels(state, self.iterations), clients.drawn
         if state.round < self.last_of_stage_2(state.rounds):
             clean = sorted(k for k in clients.present if mu.get(k, UNTRUSTED) <= self.clean_level)
             if clean:
                 rng = generator(state.seed, "fedcorr.clean", state.round)
-                drawn = rng.choice(
+                draw = rng.choice(
                     np.array(clean), min(len(clean), len(clients.drawn)), replace=False
                 )
-                chosen = tuple(sorted(int(k) for k in drawn))
+                participants = tuple(sorted(int(k) for k in draw))
         elif waiting := self._to_relabel(state, clients, mu):
             return {k: Task("relabel", state.round, state.model) for k in waiting}
-        return {k: Task("train", state.round, state.model) for k in chosen}
+        return {k: Task("train", state.round, state.model) for k in participants}
 
     def _preprocessing(self, state: State, clients: Clients) -> dict[int, Task]:
         """What comes next in stage 1; nothing when it is over."""
         memo = state.memo
-        iteration, visited = memo.get("iteration", 1), memo.get("visited", ())
+        iteration, visited_clients = memo.get("iteration", 1), memo.get("visited", ())
         while iteration <= self.iterations:
-            if left := [k for k in clients.present if k not in visited]:
+            if unvisited := [k for k in clients.present if k not in visited_clients]:
                 chance = {
-                    k: generator(state.seed, "fedcorr.order", iteration, k).random() for k in left
+                    k: generator(state.seed, "fedcorr.order", iteration, k).random()
+                    for k in unvisited
                 }
-                k = min(left, key=chance.__getitem__)
+                k = min(unvisited, key=chance.__getitem__)
                 mu = self._levels(state, iteration - 1).get(k, 0.0)
                 return {
                     k: Task(
@@ -132,18 +133,25 @@ class FedCorr(Method):
             noisy = [k for k, p in _posteriors(state).items() if p > 0.5 and k in clients.present]
             if noisy and memo.get("corrected", 0) < iteration:
                 return {k: Task(f"correct-{iteration}", state.round, state.model) for k in noisy}
-            iteration, visited = iteration + 1, ()
+            iteration, visited_clients = iteration + 1, ()
         return {}
 
     def _to_relabel(self, state: State, clients: Clients, mu: dict[int, float]) -> list[int]:
         """Noisy clients that have not relabelled yet: all at first, later those
         drawn, asked at most once a round.
         """
-        asked_in, done = state.memo.get("asked_in"), state.memo.get("relabelled", ())
-        if asked_in == state.round:
+        last_round, relabelled_clients = (
+            state.memo.get("asked_in"),
+            state.memo.get("relabelled", ()),
+        )
+        if last_round == state.round:
             return []
-        asked = clients.present if asked_in is None else clients.drawn
-        return [k for k in asked if mu.get(k, 0.0) > self.clean_level and k not in done]
+        candidates = clients.present if last_round is None else clients.drawn
+        return [
+            k
+            for k in candidates
+            if mu.get(k, 0.0) > self.clean_level and k not in relabelled_clients
+        ]
 
     def _levels(self, state: State, iteration: int) -> dict[int, float]:
         """μ_k after so many iterations, of every client that has been judged."""
@@ -154,17 +162,20 @@ class FedCorr(Method):
     def fold(self, state: State, replies: Replies) -> State:
         kind, _, iteration = replies.task.partition("-")
         if kind == "visit":
-            return _visited(state, replies, int(iteration))
+            return _fold_visit(state, replies, int(iteration))
         if kind == "correct":
-            return self._corrected(state, replies, int(iteration))
+            return self._fold_corrections(state, replies, int(iteration))
         if kind == "relabel":
-            done = {*state.memo.get("relabelled", ()), *(reply.client for reply in replies)}
-            memo = {**state.memo, "relabelled": sorted(done), "asked_in": state.round}
+            relabelled_clients = {
+                *state.memo.get("relabelled", ()),
+                *(reply.client for reply in replies),
+            }
+            memo = {**state.memo, "relabelled": sorted(relabelled_clients), "asked_in": state.round}
             return replace(state, memo=memo, notes={})
         mu, stage = self._levels(state, self.iterations), "usual training"
         if state.round < self.last_of_stage_2(state.rounds):
             stage = "fine-tuning"
-            if all(mu.get(k, UNTRUSTED) > self.clean_level for k in replies.asked):
+            if all(mu.get(k, UNTRUSTED) > self.clean_level for k in replies.asked_clients):
                 warnings.warn(
                     "no clean client to fine-tune on: noisy ones take part",
                     FedNoRoWarning,
@@ -176,18 +187,18 @@ class FedCorr(Method):
         }
         return replace(super().fold(state, replies), stage=stage, memo=memo)
 
-    def _corrected(self, state: State, replies: Replies, iteration: int) -> State:
-        said = {reply.client: float(reply.metrics["mu"]) for reply in replies}
-        before = self._levels(state, iteration - 1)
+    def _fold_corrections(self, state: State, replies: Replies, iteration: int) -> State:
+        reported_levels = {reply.client: float(reply.metrics["mu"]) for reply in replies}
+        previous_levels = self._levels(state, iteration - 1)
         mu = {
-            str(k): said.get(k, before.get(k) or UNTRUSTED) if p > 0.5 else 0.0
+            str(k): reported_levels.get(k, previous_levels.get(k) or UNTRUSTED) if p > 0.5 else 0.0
             for k, p in _posteriors(state).items()
         }
         return replace(state, memo={**state.memo, "corrected": iteration, "mu": mu}, notes={})
 
     def _detection(self, state: State, mu: dict[int, float]) -> dict[str, Any]:
         """Who is noisy, as the run folder keeps it."""
-        judged = {
+        rows = {
             str(k): {
                 "noisy": mu.get(k, 0.0) > self.clean_level,
                 "posterior": p,
@@ -197,9 +208,9 @@ class FedCorr(Method):
             for k, p in _posteriors(state).items()
             if k in mu
         }
-        flagged = sum(row["noisy"] for row in judged.values())
-        reason = f"{flagged} of {len(judged)} clients have a noise level above {self.clean_level:g}"
-        return {"reason": reason, "clients": judged}
+        flagged = sum(row["noisy"] for row in rows.values())
+        reason = f"{flagged} of {len(rows)} clients have a noise level above {self.clean_level:g}"
+        return {"reason": reason, "clients": rows}
 
     # Client
 
@@ -241,13 +252,13 @@ class FedCorr(Method):
 
     def _relabel(self, task: Task, site: Site, everything: bool) -> Reply:
         labels, p = site.labels.cpu(), site.logits(task, task.weights).double().softmax(1).cpu()
-        metrics, among = dict[str, float](), None
+        metrics, candidates = dict[str, float](), None
         if not everything:
             losses = site.memory["losses"].numpy()
             wrong = int((upper_component(losses) > 0.5).sum())  # N_k μ_k
-            among = worst(losses, int(wrong * self.relabel))
+            candidates = largest_losses(losses, int(wrong * self.relabel))
             metrics["mu"] = wrong / site.size
-        site.memory["labels"] = believed(labels, p, self.confidence, among)
+        site.memory["labels"] = sure_labels(labels, p, self.confidence, candidates)
         changed = float((site.memory["labels"] != labels).sum())
         return Reply(site.client, site.size, metrics={**metrics, "relabelled": changed})
 
@@ -262,12 +273,12 @@ class FedCorrLA(FedCorr):
         return {**super().aux(task, site), "log_pi": log_prior(site.counts)}
 
 
-def _visited(state: State, replies: Replies, iteration: int) -> State:
+def _fold_visit(state: State, replies: Replies, iteration: int) -> State:
     """The visited client's model becomes the global one; without an
     answer the model stays as it is.
     """
     memo = state.memo
-    visited = memo["visited"] if memo.get("iteration") == iteration else []
+    visited_clients = memo["visited"] if memo.get("iteration") == iteration else []
     lids, model, notes = dict(memo.get("lids", {})), state.model, {}
     for reply in replies:
         value = float(reply.metrics.get("lid", math.nan))
@@ -278,7 +289,7 @@ def _visited(state: State, replies: Replies, iteration: int) -> State:
     memo = {
         **memo,
         "iteration": iteration,
-        "visited": sorted({*visited, *replies.asked}),
+        "visited": sorted({*visited_clients, *replies.asked_clients}),
         "lids": lids,
     }
     return replace(state, model=model, memo=memo, notes=notes, stage="pre-processing")
@@ -286,8 +297,8 @@ def _visited(state: State, replies: Replies, iteration: int) -> State:
 
 def _lids(state: State) -> dict[int, float]:
     """The mean LID of each client's visits, in client order."""
-    known = state.memo.get("lids", {})
-    return {int(k): math.fsum(known[k]) / len(known[k]) for k in sorted(known, key=int)}
+    visits = state.memo.get("lids", {})
+    return {int(k): math.fsum(visits[k]) / len(visits[k]) for k in sorted(visits, key=int)}
 
 
 def _posteriors(state: State) -> dict[int, float]:

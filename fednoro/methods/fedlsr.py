@@ -86,16 +86,16 @@ class FedLSR(Method):
         with torch.no_grad():
             u = u.to(x.dtype)
             image = _per_channel(x, deviation, mean)  # to [0, 1]
-            image = recoloured(image, u) if colour else rotated(image, u[:, 0])
-            redone = _per_channel(
+            image = recolour(image, u) if colour else rotate(image, u[:, 0])
+            normalised = _per_channel(
                 image,
                 [1 / d for d in deviation],
                 [-m / d for m, d in zip(mean, deviation, strict=True)],
             )
-            return torch.empty_like(x).copy_(redone)
+            return torch.empty_like(x).copy_(normalised)
 
 
-def recoloured(x: Tensor, u: Tensor) -> Tensor:
+def recolour(x: Tensor, u: Tensor) -> Tensor:
     """Images in [0, 1] (B×C×H×W) mirrored, jittered and made grey, each
     as its own uniforms (B×7) say.
     """
@@ -106,12 +106,12 @@ def recoloured(x: Tensor, u: Tensor) -> Tensor:
     y = (x * _factor(brightness)).clamp(0, 1)
     y = _blend(y, _luminance(y).mean(dim=(2, 3), keepdim=True), _factor(contrast))
     y = _blend(y, _luminance(y), _factor(saturation))
-    y = hue_shifted(y, (2 * hue - 1) * 0.2) if x.shape[1] == 3 else y
+    y = shift_hue(y, (2 * hue - 1) * 0.2) if x.shape[1] == 3 else y
     x = torch.where(jitter < 0.8, y, x)
     return torch.where(grey < 0.2, _luminance(x).expand_as(x), x)
 
 
-def hue_shifted(x: Tensor, shift: Tensor) -> Tensor:
+def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     """RGB images in [0, 1] with hues turned by a share of the circle;
     value and saturation (HSV) stay.
     """
@@ -124,15 +124,15 @@ def hue_shifted(x: Tensor, shift: Tensor) -> Tensor:
         value == r, (g - b) / d, torch.where(value == g, 2 + (b - r) / d, 4 + (r - g) / d)
     )
     sixths = sixths + 6 * shift
-    turned = []
+    channels = []
     for start in (5, 3, 1):
         # red, green, blue: how far along the circle from where the channel begins to fall
         k = torch.remainder(sixths + start, 6)
-        turned.append(value - chroma * torch.minimum(k, 4 - k).clamp(0, 1))
-    return torch.cat(turned, dim=1)
+        channels.append(value - chroma * torch.minimum(k, 4 - k).clamp(0, 1))
+    return torch.cat(channels, dim=1)
 
 
-def rotated(x: Tensor, u: Tensor) -> Tensor:
+def rotate(x: Tensor, u: Tensor) -> Tensor:
     """Images (B×C×H×W) turned about their middle by up to 30° either way; what
     comes in from outside is black.
     """

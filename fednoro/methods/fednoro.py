@@ -62,7 +62,15 @@ from fednoro.core.types import (
     Task,
     UserError,
 )
-from fednoro.detection.calibrated import MOMENTS, WIDTHS, add_up, questions, record, score, summed
+from fednoro.detection.calibrated import (
+    MOMENTS,
+    WIDTHS,
+    add_up,
+    questions,
+    record,
+    score,
+    sum_features,
+)
 from fednoro.detection.explained import WATCH, watch, watching
 from fednoro.detection.mixture_detector import Behaviour, NoisyClientDetector
 from fednoro.detection.score_privacy import (
@@ -71,7 +79,7 @@ from fednoro.detection.score_privacy import (
     noisy_class_losses,
     withhold,
 )
-from fednoro.detection.verdicts import judge, scoring_model, unscored, verdicts
+from fednoro.detection.verdicts import clients_to_score, judge, scoring_model, verdicts
 from fednoro.methods.method import Method, advance, nobody_answered
 
 
@@ -141,22 +149,31 @@ class FedNoRo(Method):
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
         if state.round < self.warmup:
-            watched = watching(state, self.warmup) if self._calibrated else {}
-            return {k: Task("train", state.round, state.model, watched) for k in clients.drawn}
-        if unknown := unscored(state, clients):
+            watch_settings = watching(state, self.warmup) if self._calibrated else {}
+            return {
+                k: Task("train", state.round, state.model, watch_settings) for k in clients.drawn
+            }
+        if unscored_clients := clients_to_score(state, clients):
             if self._calibrated:
-                return questions(state, clients, unknown, WIDTHS[str(self.detector)])
+                return questions(state, clients, unscored_clients, WIDTHS[str(self.detector)])
             settings = {NOISE_SEED: state.seed} if self.score_epsilon is not None else {}
-            return {k: Task("score", state.round, scoring_model(state), settings) for k in unknown}
-        noisy, lam, chosen = verdicts(state), self.lam(state), clients.drawn
+            return {
+                k: Task("score", state.round, scoring_model(state), settings)
+                for k in unscored_clients
+            }
+        noisy, lam, participants = verdicts(state), self.lam(state), clients.drawn
         if self.noisy_clients == "leave_out":
-            chosen = tuple(k for k in chosen if not noisy.get(k, True)) or chosen
-        distilled = (
-            {k for k in chosen if noisy.get(k, True)} if self.noisy_clients == "distil" else set()
+            participants = tuple(k for k in participants if not noisy.get(k, True)) or participants
+        distilling_clients = (
+            {k for k in participants if noisy.get(k, True)}
+            if self.noisy_clients == "distil"
+            else set()
         )
         return {
-            k: Task("train", state.round, state.model, {"lam": lam} if k in distilled else {})
-            for k in chosen
+            k: Task(
+                "train", state.round, state.model, {"lam": lam} if k in distilling_clients else {}
+            )
+            for k in participants
         }
 
     def lam(self, state: State) -> float:
@@ -195,7 +212,7 @@ class FedNoRo(Method):
             return reply
         if self._calibrated:
             self._refuse_to_blur()  # a site may have asked for it
-            return summed(task, site) if task.name == MOMENTS else score(task, site)
+            return sum_features(task, site) if task.name == MOMENTS else score(task, site)
         logits = site.logits(
             task, task.weights, augment=(self.detector or self.behaviour) == "reference"
         )
@@ -228,7 +245,9 @@ class FedNoRo(Method):
             return replace(super().fold(state, replies), stage="warm-up")
         noisy, lam = verdicts(state), self.lam(state)
         # Among clean clients every distance is 0: FedAvg, to the bit, without holding all models.
-        distant = self.aggregation == "distance" and any(noisy.get(k, True) for k in replies.asked)
+        distant = self.aggregation == "distance" and any(
+            noisy.get(k, True) for k in replies.asked_clients
+        )
         after = (
             by_distance(state, replies, noisy, self.behaviour)
             if distant
@@ -246,23 +265,23 @@ def by_distance(
     state: State, replies: Replies, noisy: Mapping[int, bool], behaviour: Behaviour = "paper"
 ) -> State:
     """The state one round on, its model the average of the clients' weighted by N_k e^{−D(k)}."""
-    kept = [reply for reply in replies if reply.weights is not None]
-    models = [reply.weights for reply in kept if reply.weights is not None]
+    answers = [reply for reply in replies if reply.weights is not None]
+    models = [reply.weights for reply in answers if reply.weights is not None]
     if not models:
         return nobody_answered(state)
-    flags = [noisy.get(reply.client, True) for reply in kept]
+    flags = [noisy.get(reply.client, True) for reply in answers]
     if all(flags):
         warnings.warn(
             "no clean client took part: models are weighted by size", FedNoRoWarning, stacklevel=2
         )
-        distances = torch.zeros(len(kept), dtype=torch.float64)
+        distances = torch.zeros(len(answers), dtype=torch.float64)
     else:
         distances = nearest_clean(
             [model.values for model in models], flags, behaviour, models[0].segments
         )
-    shares = distance_weights(distances, [reply.size for reply in kept])
+    shares = distance_weights(distances, [reply.size for reply in answers])
     notes = {
         reply.client: {"weight": float(shares[i]), "distance": float(distances[i])}
-        for i, reply in enumerate(kept)
+        for i, reply in enumerate(answers)
     }
     return advance(state, average(zip(models, shares.tolist(), strict=True)), notes)

@@ -60,7 +60,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fednoro.core.aggregate import average
-from fednoro.core.losses import distill, held, log_prior, logit_adjusted_ce
+from fednoro.core.losses import distill, log_prior, logit_adjusted_ce, one_hot
 from fednoro.core.options import option
 from fednoro.core.seeds import generator
 from fednoro.core.training import FURTHER
@@ -89,16 +89,16 @@ from fednoro.detection.calibrated import (
     reconsider,
     record,
     score,
-    summed,
+    sum_features,
     suspects,
 )
 from fednoro.detection.explained import FEW, WATCH, WATCHED, watch, watching
-from fednoro.detection.verdicts import unscored, verdicts
+from fednoro.detection.verdicts import clients_to_score, verdicts
 from fednoro.methods.fednoro import by_distance
 from fednoro.methods.method import Method
-from fednoro.methods.relabel import corrected
+from fednoro.methods.relabel import soft_labels
 
-TEACHER = "teacher"  # among a state's kept models
+TEACHER = "teacher"  # among a state's models
 # in the memo: how many rounds were over when a client's labels were corrected
 CORRECTED = "corrected_after"
 SOFT = "soft"  # in a client's memory: q, N×C; among a task's settings: that it is to be learnt
@@ -190,23 +190,23 @@ class FedNoRoPlus(Method):
                 f"{', '.join(map(str, unknown))}"
             )
 
-    def purged(self, rounds: int, judged: int) -> int:
+    def purge_end(self, rounds: int, verdict_round: int) -> int:
         """The round after which noisy clients come back; they do not
         where that is beyond the run.
         """
-        return judged + (
-            max(1, round(4 / 9 * (rounds - judged))) if self.purge is None else self.purge
+        return verdict_round + (
+            max(1, round(4 / 9 * (rounds - verdict_round))) if self.purge is None else self.purge
         )
 
-    def looks_again(self, rounds: int, judged: int) -> range:
+    def second_look_rounds(self, rounds: int, verdict_round: int) -> range:
         """After which rounds a second verdict may be found: in the middle of the purge, or
         a round later if that fails.
 
         The purge has two rounds at least before it, and two after it.
         """
-        end = min(self.purged(rounds, judged), rounds)
-        middle = judged + (end - judged) // 2
-        if not self.second_look or not WIDTHS[self.detector] or middle < judged + 2:
+        end = min(self.purge_end(rounds, verdict_round), rounds)
+        middle = verdict_round + (end - verdict_round) // 2
+        if not self.second_look or not WIDTHS[self.detector] or middle < verdict_round + 2:
             return range(0)
         return range(middle, min(middle + 2, end - 1))
 
@@ -221,19 +221,19 @@ class FedNoRoPlus(Method):
         if due and state.memo.get("asked_in") != state.round:
             # where nobody answers, in a later round
             return questions(state, clients, clients.present, width, anew=True)
-        if self._looks_again(state) and state.memo.get("asked_in") != state.round:
-            judged = verdicts(state)
+        if self._second_look_due(state) and state.memo.get("asked_in") != state.round:
+            current_verdicts = verdicts(state)
             # others are judged by what comes of it
-            known = [k for k in clients.present if k in judged]
-            if len(known) > FEW:
-                return questions(state, clients, known, width, anew=True)
-        if self.noisy is None and (unknown := unscored(state, clients)):
+            judged_clients = [k for k in clients.present if k in current_verdicts]
+            if len(judged_clients) > FEW:
+                return questions(state, clients, judged_clients, width, anew=True)
+        if self.noisy is None and (unknown := clients_to_score(state, clients)):
             return questions(state, clients, unknown, width)
         if may_change:
             return {
                 k: Task("train", state.round, state.model, {WATCH: True}) for k in clients.drawn
             }
-        noisy, chosen = self._suspects(state, clients.present), clients.drawn
+        noisy, participants = self._suspects(state, clients.present), clients.drawn
         if state.round == self.warmup and (
             unknown := sorted(set(self.noisy or ()) - set(clients.present))
         ):
@@ -246,34 +246,36 @@ class FedNoRoPlus(Method):
             clean = [k for k in clients.present if k not in noisy]
             if noisy and clean:
                 rng = generator(state.seed, "purge", state.round)
-                drawn = rng.choice(
+                draw = rng.choice(
                     np.array(clean), min(len(clean), len(clients.drawn)), replace=False
                 )
-                chosen = tuple(sorted(int(k) for k in drawn))
-            return {k: Task("train", state.round, state.model) for k in chosen}
+                participants = tuple(sorted(int(k) for k in draw))
+            return {k: Task("train", state.round, state.model) for k in participants}
         waiting = (
-            [k for k in chosen if k in noisy and self._due(state, k)]
+            [k for k in participants if k in noisy and self._correction_due(state, k)]
             if self.targets != DISTIL
             else []
         )
         if waiting and state.memo.get("corrected_in") != state.round:
             # who does not answer is asked in a later round
             return {
-                k: Task("correct", state.round, state.kept.get(TEACHER, state.model))
+                k: Task("correct", state.round, state.models.get(TEACHER, state.model))
                 for k in waiting
             }
-        learnt = {DISTIL if self.targets == DISTIL else SOFT: True}
-        moved = {FURTHER: self.further} if self.further > 1 and self._parted(state) else {}
+        target = {DISTIL if self.targets == DISTIL else SOFT: True}
+        augment = {FURTHER: self.further} if self.further > 1 and self._some_flagged(state) else {}
         return {
-            k: Task("train", state.round, state.model, {**moved, **(learnt if k in noisy else {})})
-            for k in chosen
+            k: Task(
+                "train", state.round, state.model, {**augment, **(target if k in noisy else {})}
+            )
+            for k in participants
         }
 
     def _purging(self, state: State) -> bool:
         """Whether noisy clients are still left out; once their labels
         are corrected, they are not.
         """
-        return CORRECTED not in state.memo and state.round < self.purged(
+        return CORRECTED not in state.memo and state.round < self.purge_end(
             state.rounds, judged_in(state, self.warmup)
         )
 
@@ -285,11 +287,11 @@ class FedNoRoPlus(Method):
             return False
         return 2 * max(state.round, judged_in(state, self.warmup) + self.revise) <= state.rounds
 
-    def _looks_again(self, state: State) -> bool:
+    def _second_look_due(self, state: State) -> bool:
         """Whether the second verdict is due and still to come."""
         if self.noisy is not None or not self._purging(state) or not can_reconsider(state):
             return False
-        return state.round in self.looks_again(state.rounds, judged_in(state, self.warmup))
+        return state.round in self.second_look_rounds(state.rounds, judged_in(state, self.warmup))
 
     def _suspects(self, state: State, clients: Collection[int]) -> set[int]:
         return (
@@ -298,36 +300,36 @@ class FedNoRoPlus(Method):
             else {k for k in clients if k in self.noisy}
         )
 
-    def _parted(self, state: State) -> bool:
+    def _some_flagged(self, state: State) -> bool:
         """Whether a verdict flags some clients and trusts others, or `noisy` names any."""
         return bool(self._suspects(state, verdicts(state)) if self.noisy is None else self.noisy)
 
-    def _due(self, state: State, client: int) -> bool:
-        done = state.memo.get(CORRECTED, {}).get(str(client))
-        return done is None or (
-            self.correct_every is not None and state.round - done >= self.correct_every
+    def _correction_due(self, state: State, client: int) -> bool:
+        last_round = state.memo.get(CORRECTED, {}).get(str(client))
+        return last_round is None or (
+            self.correct_every is not None and state.round - last_round >= self.correct_every
         )
 
     def fold(self, state: State, replies: Replies) -> State:
         if replies.task == MOMENTS:
-            return (add_up_again if self._looks_again(state) else add_up)(state, replies)
+            return (add_up_again if self._second_look_due(state) else add_up)(state, replies)
         if replies.task == "score":
             return (
                 reconsider(state, list(replies))
                 if FIRST in state.memo
-                else self._judged(state, replies)
+                else self._fold_scores(state, replies)
             )
         if replies.task == "correct":
-            done = {
+            correction_rounds = {
                 **state.memo.get(CORRECTED, {}),
                 **{str(reply.client): state.round for reply in replies},
             }
-            memo = {**state.memo, CORRECTED: done, "corrected_in": state.round}
+            memo = {**state.memo, CORRECTED: correction_rounds, "corrected_in": state.round}
             return replace(state, memo=memo, stage="correction", notes={})
         if state.round < self.warmup:
             return replace(super().fold(state, replies), stage="warm-up")
-        noisy = self._suspects(state, replies.asked)
-        flagged = self._parted(state)
+        noisy = self._suspects(state, replies.asked_clients)
+        flagged = self._some_flagged(state)
         if self._purging(state):
             if noisy:
                 warnings.warn(
@@ -335,20 +337,20 @@ class FedNoRoPlus(Method):
                     FedNoRoWarning,
                     stacklevel=2,
                 )
-            return self._taught(
+            return self._update_teacher(
                 state,
                 replace(super().fold(state, replies), stage="purge" if flagged else "training"),
             )
         # Among clean clients every distance is 0: FedAvg, to the bit, without holding all models.
         distant = bool(noisy) and self.aggregation == "distance"
-        flags = {k: k in noisy for k in replies.asked}
+        flags = {k: k in noisy for k in replies.asked_clients}
         after = by_distance(state, replies, flags) if distant else super().fold(state, replies)
         if self.correct_every is not None:
-            after = self._taught(state, after)
+            after = self._update_teacher(state, after)
         last = "distillation" if self.targets == DISTIL else "training on corrected labels"
         return replace(after, stage=last if flagged else "training")
 
-    def _judged(self, state: State, replies: Replies) -> State:
+    def _fold_scores(self, state: State, replies: Replies) -> State:
         after = record(state, list(replies))
         if "detector" not in state.memo and nobody_trusted(after):
             until = f", judged again every {self.revise} rounds up to round {state.rounds // 2}"
@@ -360,14 +362,14 @@ class FedNoRoPlus(Method):
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return after
 
-    def _taught(self, state: State, after: State) -> State:
-        again = state.memo.get(AGAIN, {})
+    def _update_teacher(self, state: State, after: State) -> State:
+        second = state.memo.get(AGAIN, {})
         t = state.round - (
-            again["round"] if again.get("changed") else judged_in(state, self.warmup)
+            second["round"] if second.get("changed") else judged_in(state, self.warmup)
         )
         a = min(self.ema, t / (t + 1))
-        teacher = average([(state.kept.get(TEACHER, state.model), a), (after.model, 1 - a)])
-        return replace(after, kept={**state.kept, TEACHER: teacher})
+        teacher = average([(state.models.get(TEACHER, state.model), a), (after.model, 1 - a)])
+        return replace(after, models={**state.models, TEACHER: teacher})
 
     # Client
 
@@ -401,7 +403,7 @@ class FedNoRoPlus(Method):
 
     def work(self, task: Task, site: Site) -> Reply:
         if task.name == MOMENTS:
-            return summed(task, site)
+            return sum_features(task, site)
         if task.name == "score":
             return score(task, site)
         if task.name == "correct":
@@ -416,12 +418,12 @@ class FedNoRoPlus(Method):
 
     def _correct(self, task: Task, site: Site) -> Tensor:
         """Keeps q; says how many labels are no longer the most probable ones."""
-        q = corrected(
+        q = soft_labels(
             self._opinion(task, site), site.labels, site.classes, self.iterations, self.opinion
         )
         site.memory[CORRECTED_FROM] = site.labels
         site.memory[SOFT] = (
-            held(q.argmax(dim=1), site.classes) if self.targets == "hard" else q
+            one_hot(q.argmax(dim=1), site.classes) if self.targets == "hard" else q
         ).float()
         return (q.argmax(dim=1) != site.labels).sum()
 
@@ -432,9 +434,9 @@ class FedNoRoPlus(Method):
         if not self.views:
             return torch.softmax(site.logits(task, task.weights).double(), dim=1)
         # the name keys the draws
-        named = [replace(task, name=f"{task.name}.{view}") for view in range(self.views)]
-        said = (
+        tasks = [replace(task, name=f"{task.name}.{view}") for view in range(self.views)]
+        probabilities = (
             torch.softmax(site.logits(view, task.weights, augment=True).double(), dim=1)
-            for view in named
+            for view in tasks
         )
-        return torch.stack(list(said)).mean(dim=0)
+        return torch.stack(list(probabilities)).mean(dim=0)

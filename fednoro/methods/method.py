@@ -89,11 +89,11 @@ class Method(Options):
         if first is None:
             return nobody_answered(state)
 
-        def again() -> Iterator[tuple[Weights, float]]:
+        def all_models() -> Iterator[tuple[Weights, float]]:
             yield first
             yield from models
 
-        model = average(again())
+        model = average(all_models())
         total = sum(sizes.values())
         return advance(state, model, {k: {"weight": n / total} for k, n in sizes.items()})
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fednoro.core.losses import held
+from fednoro.core.losses import one_hot
 from fednoro.core.types import FloatArray
 from fednoro.detection.mixture import fit_mixtures
 
@@ -42,47 +42,47 @@ def _best_cut(ordered: FloatArray) -> float:
     return float(ordered[np.argmax(np.where(ordered[:-1] < ordered[1:], between, -np.inf))])
 
 
-def believed(
-    labels: Tensor, probabilities: Tensor, confidence: float, among: Tensor | None = None
+def sure_labels(
+    labels: Tensor, probabilities: Tensor, confidence: float, candidates: Tensor | None = None
 ) -> Tensor:
-    """New labels: the model's where it is surer than `confidence`, if asked only `among`
-    these samples; else as given.
+    """New labels: the model's where it is surer than `confidence`, if asked only for the
+    `candidates`; else as given.
 
     Args:
         labels: N.
         probabilities: the model's, N×C.
         confidence: what its largest probability must exceed.
-        among: indices of the samples that may change; all if not given.
+        candidates: indices of the samples that may change; all if not given.
     """
-    surest, said = probabilities.max(dim=1)
+    surest, predictions = probabilities.max(dim=1)
     sure = surest > confidence
-    if among is not None:
-        sure &= torch.zeros_like(sure).index_fill(0, among, True)
-    return torch.where(sure, said, labels)
+    if candidates is not None:
+        sure &= torch.zeros_like(sure).index_fill(0, candidates, True)
+    return torch.where(sure, predictions, labels)
 
 
-def worst(losses: FloatArray, count: int) -> Tensor:
+def largest_losses(losses: FloatArray, count: int) -> Tensor:
     """Indices of the `count` largest losses, of equal ones the first."""
     return torch.from_numpy(np.argsort(-losses, kind="stable")[:count].copy())
 
 
-def corrected(
-    said: Tensor, labels: Tensor, classes: int, iterations: int, opinion: float
+def soft_labels(
+    probabilities: Tensor, labels: Tensor, classes: int, iterations: int, opinion: float
 ) -> Tensor:
     """What each image's label really is, q, N×C in float64: the teacher's opinion,
     and EM over noise transitions.
 
     Args:
-        said: the teacher's probabilities, N×C.
+        probabilities: the teacher's, N×C.
         labels: as given, N.
         classes: C.
         iterations: of EM.
         opinion: the teacher's share in q.
     """
     # an image about which the teacher says nothing
-    p = torch.where(said.isnan(), 1 / classes, said.double())
-    given = held(labels, classes).double()  # N×C
-    p = p * (given.sum(dim=0) + 0.5).sqrt()
+    p = torch.where(probabilities.isnan(), 1 / classes, probabilities.double())
+    observed = one_hot(labels, classes).double()  # N×C
+    p = p * (observed.sum(dim=0) + 0.5).sqrt()
     p = p / p.sum(dim=1, keepdim=True)
     if opinion == 1:
         return p
@@ -90,8 +90,8 @@ def corrected(
     transitions = prior / prior.sum(dim=1, keepdim=True)  # T[y, ȳ]
     r = p
     for _ in range(iterations):
-        r = p * (given @ transitions.t())
+        r = p * (observed @ transitions.t())
         r = r / r.sum(dim=1, keepdim=True)
-        counted = r.t() @ given + prior
-        transitions = counted / counted.sum(dim=1, keepdim=True)
+        counts = r.t() @ observed + prior
+        transitions = counts / counts.sum(dim=1, keepdim=True)
     return opinion * p + (1 - opinion) * r

@@ -65,28 +65,33 @@ class RHFL(Method):
         return replace(reply, metrics={**reply.metrics, "sce": after})
 
     def fold(self, state: State, replies: Replies) -> State:
-        kept = [(reply, reply.weights) for reply in replies if reply.weights is not None]
-        if not kept:
+        answers = [(reply, reply.weights) for reply in replies if reply.weights is not None]
+        if not answers:
             return nobody_answered(state)
-        before: dict[str, float] = state.memo.get("sce", {})
-        now = {str(reply.client): float(reply.metrics["sce"]) for reply, _ in kept}
+        last_losses: dict[str, float] = state.memo.get("sce", {})
+        losses = {str(reply.client): float(reply.metrics["sce"]) for reply, _ in answers}
         confidence = confidences(
-            [progress(before.get(k), loss) for k, loss in now.items()], self.eta, self.behaviour
+            [progress(last_losses.get(k), loss) for k, loss in losses.items()],
+            self.eta,
+            self.behaviour,
         )
-        sized = self.weighting == "size_and_confidence"
+        by_size = self.weighting == "size_and_confidence"
         raw = [
-            w * reply.size if sized else w
-            for (reply, _), w in zip(kept, confidence.tolist(), strict=True)
+            w * reply.size if by_size else w
+            for (reply, _), w in zip(answers, confidence.tolist(), strict=True)
         ]
         shares = [weight / math.fsum(raw) for weight in raw]
         notes = {
             reply.client: {"weight": share, "confidence": w}
-            for (reply, _), share, w in zip(kept, shares, confidence.tolist(), strict=True)
+            for (reply, _), share, w in zip(answers, shares, confidence.tolist(), strict=True)
         }
-        model = average((weights, share) for (_, weights), share in zip(kept, shares, strict=True))
-        known = {k: loss for k, loss in now.items() if math.isfinite(loss)}
+        model = average(
+            (weights, share) for (_, weights), share in zip(answers, shares, strict=True)
+        )
+        finite_losses = {k: loss for k, loss in losses.items() if math.isfinite(loss)}
         return replace(
-            advance(state, model, notes), memo={**state.memo, "sce": {**before, **known}}
+            advance(state, model, notes),
+            memo={**state.memo, "sce": {**last_losses, **finite_losses}},
         )
 
 

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fednoro.core.losses import held
+from fednoro.core.losses import one_hot
 from fednoro.core.options import option
 from fednoro.core.seeds import generator
 from fednoro.core.types import (
@@ -75,17 +75,17 @@ class RoFL(Method):
     )
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:
-        known = state.memo.get("centroids")  # none until anybody has answered
-        arrays = {} if known is None else {"centroids": np.array(known, dtype=np.float64)}
+        centroids = state.memo.get("centroids")  # none until anybody has answered
+        arrays = {} if centroids is None else {"centroids": np.array(centroids, dtype=np.float64)}
         return {k: Task("train", state.round, state.model, arrays=arrays) for k in clients.drawn}
 
     def aux(self, task: Task, site: Site) -> dict[str, Tensor]:
         labels = site.labels
         if "centroids" in task.arrays:
-            given = torch.from_numpy(task.arrays["centroids"]).to(torch.float32, copy=True)
-            f_k = given.to(labels.device, non_blocking=True)
+            centroids = torch.from_numpy(task.arrays["centroids"]).to(torch.float32, copy=True)
+            f_k = centroids.to(labels.device, non_blocking=True)
         else:
-            f_k = class_means(site.features(task.weights), held(labels, site.classes))
+            f_k = class_means(site.features(task.weights), one_hot(labels, site.classes))
         r_t = self.forget * (min(1.0, task.round / (self.gradual - 1)) if self.gradual > 1 else 1.0)
         ramp = min(1.0, task.round / self.warmup) if self.warmup else 1.0
         return {
@@ -105,16 +105,16 @@ class RoFL(Method):
         logits: Tensor = net.fc(feature).to(f_k.dtype)
         z = (feature.detach() if self.features == "detached" else feature).to(f_k.dtype)
         log_p = F.log_softmax(logits, dim=1)
-        kept = small_loss(F.nll_loss(log_p, y, reduction="none"), step.aux["keep"])
+        mask = small_loss(F.nll_loss(log_p, y, reduction="none"), step.aux["keep"])
         with torch.no_grad():
             agree = F.cosine_similarity(z[:, None], f_k, dim=2).argmax(1) == y  # m, B
         ce = F.nll_loss(log_p, torch.where(agree, y, step.rows["pseudo"]), reduction="none")
         entropy = -(log_p.exp() * log_p).sum(1)
         cen = (z - f_k[y]).square().sum(1)
-        value = (kept * (ce + self.lam_e * entropy)).sum() / kept.sum()
-        value = value + step.aux["lam_cen"] * (kept * agree * cen).sum()
+        value = (mask * (ce + self.lam_e * entropy)).sum() / mask.sum()
+        value = value + step.aux["lam_cen"] * (mask * agree * cen).sum()
         with torch.no_grad():
-            f_k.copy_(moved(f_k, class_means(z, held(y, len(f_k)) * kept[:, None])))
+            f_k.copy_(move_centroids(f_k, class_means(z, one_hot(y, len(f_k)) * mask[:, None])))
         return value
 
     def work(self, task: Task, site: Site) -> Reply:
@@ -129,18 +129,18 @@ class RoFL(Method):
         )
 
     def fold(self, state: State, replies: Replies) -> State:
-        found: list[FloatArray] = []
+        centroids: list[FloatArray] = []
 
-        def alike() -> Iterator[Reply]:
+        def equal_sized() -> Iterator[Reply]:
             for reply in replies:
                 if reply.weights is not None:
-                    found.append(reply.arrays["centroids"])
+                    centroids.append(reply.arrays["centroids"])
                 yield replace(reply, size=1)
 
-        after = super().fold(state, Replies(replies.task, replies.asked, alike()))
-        if not found:
+        after = super().fold(state, Replies(replies.task, replies.asked_clients, equal_sized()))
+        if not centroids:
             return after
-        f_k = np.stack(found)  # K×C×d
+        f_k = np.stack(centroids)  # K×C×d
         if "centroids" in state.memo:
             f_g = np.array(state.memo["centroids"], dtype=np.float64)
         else:  # only now is the width known, and nobody has used them before
@@ -162,7 +162,7 @@ def small_loss(losses: Tensor, keep: Tensor) -> Tensor:
     return (rank < (keep * len(losses) + SLACK).floor().clamp(min=1)).to(losses.dtype)
 
 
-def moved(f_k: Tensor, f_hat: Tensor) -> Tensor:
+def move_centroids(f_k: Tensor, f_hat: Tensor) -> Tensor:
     """(1 − s²) f_k + s² f̂, C×d; without members f̂ = 0 and s = 0, so that the centroid stays."""
     s = F.cosine_similarity(f_k, f_hat, dim=1)
     # A class that nobody held before has the centroid 0, similar to nothing: it takes

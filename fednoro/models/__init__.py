@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from fednoro.core.options import Options, imported, option
+from fednoro.core.options import Options, import_named, option
 from fednoro.core.seeds import torch_seed
 from fednoro.core.types import UserError
 from fednoro.models.networks import ResNet, SmallCNN
@@ -115,7 +115,7 @@ class Factory(Options):
         return channels
 
     def build(self, channels: int, classes: int) -> nn.Module:
-        factory = imported(self.factory, "model.factory")
+        factory = import_named(self.factory, "model.factory")
         if not callable(factory):
             raise UserError(
                 f"model.factory {self.factory!r} is a {type(factory).__name__}, not a function"

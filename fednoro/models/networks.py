@@ -61,13 +61,13 @@ class Convolution(nn.Conv2d):
         if x.device.type != "cpu" or height * width > 4 or not torch.is_grad_enabled():
             return super().forward(x)
         if x.shape[2:] == (1, 1) and height == width == 1:
-            patches, met = x.flatten(1), slice(p, p + 1)  # B × I
+            patches, window = x.flatten(1), slice(p, p + 1)  # B × I
         else:  # B·H·W × I·k·k
-            patches, met = (
+            patches, window = (
                 F.unfold(x, k, padding=p, stride=s).transpose(1, 2).flatten(0, 1),
                 slice(0, k),
             )
-        y = product(patches, self.weight, met, self.spare)
+        y = product(patches, self.weight, window, self.spare)
         return y.view(len(x), height, width, -1).permute(0, 3, 1, 2)
 
 

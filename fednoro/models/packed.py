@@ -25,7 +25,7 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._made: list[torch.UntypedStorage] = []
+        self._storages: list[torch.UntypedStorage] = []
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Copies], tuple[()]]:
@@ -37,11 +37,12 @@ class Copies:
             return values.clone()
         with self._lock:
             storage = next(
-                (s for s in self._made if s.nbytes() == values.nbytes and _holders(s) == 1), None
+                (s for s in self._storages if s.nbytes() == values.nbytes and _holders(s) == 1),
+                None,
             )
             if storage is None:
                 storage = torch.UntypedStorage(values.nbytes)  # type: ignore[no-untyped-call]
-                self._made.append(storage)
+                self._storages.append(storage)
             place = torch.empty(0, dtype=values.dtype).set_(storage)
         return place.view(values.shape).copy_(values)
 
@@ -66,12 +67,12 @@ class Packed:
         channels_last: bool = False,
     ) -> None:
         self.net, self.channels_last = net.to(device), channels_last
-        named = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
-        rest = [(name, p) for name, p in self.net.named_parameters() if not p.requires_grad]
+        parameters = [(name, p) for name, p in self.net.named_parameters() if p.requires_grad]
+        frozen = [(name, p) for name, p in self.net.named_parameters() if not p.requires_grad]
         buffers = list(self.net.named_buffers())
         floats = [(n, b) for n, b in buffers if b.is_floating_point()]
         self._counters = [(n, b) for n, b in buffers if not b.is_floating_point()]
-        tensors = [*named, *rest, *floats]
+        tensors = [*parameters, *frozen, *floats]
         first = {id(tensor): name for name, tensor in [*tensors, *self._counters]}
         every = [
             *self.net.named_parameters(remove_duplicate=False),
@@ -79,11 +80,11 @@ class Packed:
         ]
         # tied tensors have several names
         self._stored_as = {name: first[id(tensor)] for name, tensor in every}
-        self._saved = [name for name in self.net.state_dict() if name in self._stored_as]
+        self._saved_names = [name for name in self.net.state_dict() if name in self._stored_as]
         self.names = tuple(name for name, _ in tensors)
         self.shapes = tuple(tensor.shape for _, tensor in tensors)
         self.segments = tuple(tensor.numel() for _, tensor in tensors)
-        self.trainable = sum(p.numel() for _, p in named)
+        self.trainable = sum(p.numel() for _, p in parameters)
         self.values = torch.empty(sum(self.segments), device=device)
         self.tensors = tuple(tensor for _, tensor in tensors)
         for tensor, view in zip(self.tensors, self.views_of(self.values), strict=True):
@@ -91,17 +92,19 @@ class Packed:
         # Where each entry of `values` is in the ordinary layout, and the other way round.
         self._order: tuple[Tensor, Tensor] | None = None
         if channels_last:
-            where = torch.arange(len(self.values), dtype=torch.int32, device=device)
-            there = torch.empty_like(where)
-            for view, ordinary in zip(self._views(there, True), self._views(where), strict=True):
+            positions = torch.arange(len(self.values), dtype=torch.int32, device=device)
+            order = torch.empty_like(positions)
+            for view, ordinary in zip(
+                self._views(order, True), self._views(positions), strict=True
+            ):
                 view.copy_(ordinary)
-            self._order = there, torch.empty_like(where).index_copy_(0, there.long(), where)
+            self._order = order, torch.empty_like(positions).index_copy_(0, order.long(), positions)
         self.norms = _norms(self.net)
         self.copies = Copies()
 
-    def shared(self) -> Packed:
+    def alias(self) -> Packed:
         """The same network once more, over the same vector."""
-        return self._again(
+        return self._copy_with(
             {id(tensor): tensor for tensor in (*self.net.parameters(), *self.net.buffers())}
         )
 
@@ -110,19 +113,21 @@ class Packed:
         loaded: no weights are copied.
         """
         values = torch.empty_like(self.values)
-        placed: dict[int, Any] = {}
+        tensors_by_id: dict[int, Any] = {}
         for tensor, view in zip(self.tensors, self.views_of(values), strict=True):
             parameter = isinstance(tensor, nn.Parameter)
-            placed[id(tensor)] = nn.Parameter(view, tensor.requires_grad) if parameter else view
-        tensors = tuple(placed.values())
-        other = self._again(placed)  # which fills `placed` with what it copies
+            tensors_by_id[id(tensor)] = (
+                nn.Parameter(view, tensor.requires_grad) if parameter else view
+            )
+        tensors = tuple(tensors_by_id.values())
+        other = self._copy_with(tensors_by_id)  # which fills `tensors_by_id` with what it copies
         other.values, other.tensors = values, tensors
         other._counters = [
-            (name, copy.deepcopy(counter, placed)) for name, counter in self._counters
+            (name, copy.deepcopy(counter, tensors_by_id)) for name, counter in self._counters
         ]
         return other
 
-    def _again(self, tensors: dict[int, Any]) -> Packed:
+    def _copy_with(self, tensors: dict[int, Any]) -> Packed:
         """A copy of the network that has these tensors, by the ids of its own."""
         other = copy.copy(self)
         other.net = copy.deepcopy(self.net, tensors)
@@ -141,15 +146,17 @@ class Packed:
         return self._views(vector, self.channels_last)
 
     def _views(self, vector: Tensor, channels_last: bool = False) -> list[Tensor]:
-        views, several = [], vector.shape[:-1]
+        views, leading_shape = [], vector.shape[:-1]
         for shape, part in zip(
             self.shapes, torch.split(vector, list(self.segments), dim=-1), strict=True
         ):
             if channels_last and len(shape) == 4:
                 outputs, inputs, height, width = shape
-                views.append(part.view(*several, outputs, height, width, inputs).movedim(-1, -3))
+                views.append(
+                    part.view(*leading_shape, outputs, height, width, inputs).movedim(-1, -3)
+                )
             else:
-                views.append(part.view(*several, *shape))
+                views.append(part.view(*leading_shape, *shape))
         return views
 
     def load(self, weights: Weights, counters: bool = True) -> None:
@@ -173,9 +180,11 @@ class Packed:
 
     def ordinary(self, values: Tensor | None = None) -> Tensor:
         """A copy of `values`, or of others that are laid out like them, in the ordinary layout."""
-        given = self.values if values is None else values
+        vector = self.values if values is None else values
         return (
-            self.copies.of(given) if self._order is None else given.index_select(0, self._order[1])
+            self.copies.of(vector)
+            if self._order is None
+            else vector.index_select(0, self._order[1])
         )
 
     def state_dict(self, weights: Weights) -> dict[str, Tensor]:
@@ -186,7 +195,7 @@ class Packed:
             part = weights.counters[start : start + counter.numel()]
             tensors[name] = part.view(counter.shape).to("cpu", counter.dtype)
             start += counter.numel()
-        return {name: tensors[self._stored_as[name]].clone() for name in self._saved}
+        return {name: tensors[self._stored_as[name]].clone() for name in self._saved_names}
 
 
 def _norms(net: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:

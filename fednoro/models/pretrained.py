@@ -24,16 +24,24 @@ def load_pretrained(net: nn.Module, path: Path) -> None:
     The file must hold every tensor of the trunk. A classifier for other classes is left as
     initialised, and tensors that the network does not have are left out, each with a warning.
     """
-    own = net.state_dict()
-    given = _tensors(path, path.stat().st_mtime_ns if path.is_file() else 0)
-    fits = {key: value for key, value in given.items() if key in own and _alike(value, own[key])}
-    missing = [key for key in own if key not in fits and not key.endswith("num_batches_tracked")]
-    unknown = [key for key in given if key not in own]
+    net_tensors = net.state_dict()
+    file_tensors = _tensors(path, path.stat().st_mtime_ns if path.is_file() else 0)
+    usable = {
+        key: value
+        for key, value in file_tensors.items()
+        if key in net_tensors and _same_kind(value, net_tensors[key])
+    }
+    missing = [
+        key for key in net_tensors if key not in usable and not key.endswith("num_batches_tracked")
+    ]
+    unknown = [key for key in file_tensors if key not in net_tensors]
     trunk = [key for key in missing if not key.startswith(CLASSIFIER)]
     if trunk:
-        raise UserError(f"model.weights: {path} {_mismatch(trunk, own, given, unknown)}")
+        raise UserError(
+            f"model.weights: {path} {_describe_mismatch(trunk, net_tensors, file_tensors, unknown)}"
+        )
     if missing:
-        fits = {key: value for key, value in fits.items() if not key.startswith(CLASSIFIER)}
+        usable = {key: value for key, value in usable.items() if not key.startswith(CLASSIFIER)}
         warnings.warn(
             f"{path.name} has no classifier for these classes: it starts fresh",
             FedNoRoWarning,
@@ -42,28 +50,28 @@ def load_pretrained(net: nn.Module, path: Path) -> None:
     if unknown:
         warnings.warn(
             f"{path.name} has {len(unknown)} tensors that the network has "
-            f"not, left out: {_some(unknown)}",
+            f"not, left out: {_first_names(unknown)}",
             FedNoRoWarning,
             stacklevel=2,
         )
-    net.load_state_dict({**own, **fits})
+    net.load_state_dict({**net_tensors, **usable})
 
 
 @functools.lru_cache(maxsize=1)  # a federation's annotators start from the same file
-def _tensors(path: Path, _changed: int) -> dict[str, Tensor]:
+def _tensors(path: Path, _modified_at: int) -> dict[str, Tensor]:
     """A file's tensors, all of them finite."""
-    given = {
+    tensors = {
         str(key).removeprefix("module."): value
-        for key, value in _read(path).items()
+        for key, value in _read_file(path).items()
         if isinstance(value, Tensor)
     }
-    for key, value in given.items():
+    for key, value in tensors.items():
         if not torch.isfinite(value).all():
             raise UserError(f"model.weights: {path} has values in {key} that are not finite")
-    return given
+    return tensors
 
 
-def _read(path: Path) -> dict[Any, Any]:
+def _read_file(path: Path) -> dict[Any, Any]:
     """The named tensors in a file, of a whole training checkpoint those of its model."""
     if not path.is_file():
         raise UserError(f"model.weights: no such file: {path}")
@@ -85,23 +93,29 @@ def _read(path: Path) -> dict[Any, Any]:
     return dict(loaded)
 
 
-def _alike(value: Tensor, own: Tensor) -> bool:
-    return value.shape == own.shape and value.is_floating_point() == own.is_floating_point()
-
-
-def _mismatch(
-    trunk: list[str], own: Mapping[str, Tensor], given: Mapping[str, Tensor], unknown: Sequence[str]
-) -> str:
-    """What is wrong with the first tensor that does not fit, and how many more there are."""
-    first = next((key for key in trunk if key in given), trunk[0])
-    wanted = f"{first} of shape {tuple(own[first].shape)}"
-    if first in given:
-        found = f"{tuple(given[first].shape)}, {str(given[first].dtype).removeprefix('torch.')}"
-        return f"has {found} for {wanted} ({len(trunk)} do not fit)"
-    return f"has no {wanted} ({len(trunk)} missing)" + (
-        f"; it has {_some(unknown)}" if unknown else ""
+def _same_kind(value: Tensor, expected: Tensor) -> bool:
+    return (
+        value.shape == expected.shape and value.is_floating_point() == expected.is_floating_point()
     )
 
 
-def _some(keys: Sequence[str]) -> str:
+def _describe_mismatch(
+    trunk: list[str],
+    net_tensors: Mapping[str, Tensor],
+    file_tensors: Mapping[str, Tensor],
+    unknown: Sequence[str],
+) -> str:
+    """What is wrong with the first tensor that does not fit, and how many more there are."""
+    first = next((key for key in trunk if key in file_tensors), trunk[0])
+    expected = f"{first} of shape {tuple(net_tensors[first].shape)}"
+    if first in file_tensors:
+        tensor = file_tensors[first]
+        actual = f"{tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+        return f"has {actual} for {expected} ({len(trunk)} do not fit)"
+    return f"has no {expected} ({len(trunk)} missing)" + (
+        f"; it has {_first_names(unknown)}" if unknown else ""
+    )
+
+
+def _first_names(keys: Sequence[str]) -> str:
     return ", ".join(keys[:3]) + (", …" if len(keys) > 3 else "")

@@ -40,7 +40,7 @@ from fednoro.detection.calibrated import (
     reconsider,
     record,
     score,
-    summed,
+    sum_features,
     suspects,
 )
 from fednoro.detection.explained import SENT
@@ -302,7 +302,8 @@ def asked_for_sums(
     tasks = questions(state, clients, clients.drawn, width)
     assert {task.name for task in tasks.values()} == {MOMENTS} and tuple(tasks) == clients.present
     return add_up(
-        state, [summed(tasks[k], engine.site(engine.clients[k])) for k in tasks if k not in away]
+        state,
+        [sum_features(tasks[k], engine.site(engine.clients[k])) for k in tasks if k not in away],
     )
 
 
@@ -320,9 +321,9 @@ def test_a_score_says_what_the_others_heads_part(away: tuple[int, ...]) -> None:
     for k, task in tasks.items():
         others = [moments(*everything[j], CLASSES) for j in everything if j not in (k, *away)]
         a, b = (sum(part) for part in zip(*others, strict=True))
-        said = outputs(*everything[k], a, b, counted=False).numpy()
+        said = outputs(*everything[k], a, b, in_totals=False).numpy()
         expected = areas_of(said, everything[k][1].numpy())
-        wrong = outputs(*everything[k], a, b, counted=True).numpy()
+        wrong = outputs(*everything[k], a, b, in_totals=True).numpy()
         told_apart += not np.array_equal(
             expected, areas_of(wrong, everything[k][1].numpy()), equal_nan=True
         )
@@ -356,7 +357,7 @@ def test_sums_are_asked_for_once_and_again_for_another_model() -> None:
     ]
     assert (
         late.name == "score"
-        and late.weights is judged.kept["scored"]
+        and late.weights is judged.models["scored"]
         and late.settings == {COUNTED: True}
     )
     anew = questions(replace(judged, round=4), EVERYONE, (1,), WIDEST, anew=True)
@@ -377,7 +378,7 @@ def test_a_network_without_features_is_judged_by_shares() -> None:
     with pytest.raises(UserError, match="no features"):
         engine.site(engine.clients[0]).features(state.model)
     state = asked_for_sums(state, engine)
-    assert MOMENTS not in state.kept
+    assert MOMENTS not in state.models
     tasks = questions(state, EVERYONE, EVERYONE.drawn, WIDEST)
     assert all(task.name == "score" and not task.arrays for task in tasks.values())
     answers = [score(tasks[k], engine.site(engine.clients[k])) for k in tasks]
@@ -425,7 +426,7 @@ def test_sites_are_told_how_wide_the_sums_are() -> None:
 def test_sums_that_cannot_be_used_are_left_out_and_that_is_said(change: str) -> None:
     engine = lab(parts=LARGER)
     sent = [
-        summed(Task(MOMENTS, 0, start().model, {WIDTH: WIDEST}), engine.site(client))
+        sum_features(Task(MOMENTS, 0, start().model, {WIDTH: WIDEST}), engine.site(client))
         for client in engine.clients.values()
     ]
     products, sums = sent[0].arrays[PRODUCTS].copy(), sent[0].arrays[SUMS].copy()
@@ -456,7 +457,7 @@ def test_sums_that_cannot_be_used_are_left_out_and_that_is_said(change: str) -> 
 def test_sums_that_overflow_together_are_left_out() -> None:
     engine = lab(parts=LARGER)
     sent = [
-        summed(Task(MOMENTS, 0, start().model, {WIDTH: WIDEST}), engine.site(client))
+        sum_features(Task(MOMENTS, 0, start().model, {WIDTH: WIDEST}), engine.site(client))
         for client in engine.clients.values()
     ]
     for reply in sent[:2]:
@@ -465,7 +466,7 @@ def test_sums_that_overflow_together_are_left_out() -> None:
         state = add_up(start(), sent)
     assert (
         state.memo[MOMENTS]["clients"] == [0, 2, 3, 4, 5]
-        and state.kept[MOMENTS].values.isfinite().all()
+        and state.models[MOMENTS].values.isfinite().all()
     )
 
 
@@ -473,7 +474,7 @@ def test_sums_of_a_few_are_not_shown_to_the_others() -> None:
     """From a total of two, each of them could tell the other's part."""
     with pytest.warns(FedNoRoWarning, match="only 4 clients sent sums"):
         state = asked_for_sums(start(), lab(), away=(3,))
-    assert MOMENTS not in state.kept and state.memo[MOMENTS]["clients"] == []
+    assert MOMENTS not in state.models and state.memo[MOMENTS]["clients"] == []
     tasks = questions(state, EVERYONE, EVERYONE.drawn, WIDEST)
     assert all(task.name == "score" and not task.arrays for task in tasks.values())
 
@@ -581,12 +582,14 @@ def looked_at(kinds: Sequence[tuple[float, float]]) -> tuple[EagerEngine, State,
     return (
         engine,
         first,
-        add_up_again(later, [summed(tasks[k], engine.site(engine.clients[k])) for k in tasks]),
+        add_up_again(
+            later, [sum_features(tasks[k], engine.site(engine.clients[k])) for k in tasks]
+        ),
     )
 
 
 def sums_of(state: State) -> torch.Tensor:
-    return state.kept[MOMENTS].values
+    return state.models[MOMENTS].values
 
 
 @pytest.mark.parametrize("away", [(), (5,)], ids=["all answer", "one does not"])
@@ -594,7 +597,7 @@ def test_a_second_verdict_is_by_the_model_and_the_sums_of_then(away: Sequence[in
     _, first, summed_again = looked_at([*TRUSTED[:3], DOUBTED[0], TRUSTED[3], DOUBTED[1]])
     assert verdicts(first) == {k: k in (3, 5) for k in range(6)}
     assert not torch.equal(sums_of(first), sums_of(summed_again)) and torch.equal(
-        summed_again.kept[FIRST].values, sums_of(first)
+        summed_again.models[FIRST].values, sums_of(first)
     )
     asked = questions(summed_again, SIX, SIX.present, WIDEST, anew=True)
     assert all(
@@ -618,7 +621,7 @@ def test_a_second_verdict_is_by_the_model_and_the_sums_of_then(away: Sequence[in
         str(k) for k in away
     }, "another scale"
     assert torch.equal(sums_of(after), sums_of(summed_again)) and not {FIRST} & (
-        after.kept.keys() | after.memo.keys()
+        after.models.keys() | after.memo.keys()
     )
     assert not can_reconsider(after)
     late = questions(replace(after, round=4), SIX, (1,), WIDEST)[1]
@@ -659,8 +662,8 @@ def test_the_first_verdict_stays_where_the_second_is_none(scores: list[Reply]) -
     assert (
         torch.equal(sums_of(after), sums_of(first)) and after.memo[MOMENTS] == first.memo[MOMENTS]
     )
-    assert after.kept["scored"] is first.kept["scored"] and not {FIRST} & (
-        after.kept.keys() | after.memo.keys()
+    assert after.models["scored"] is first.models["scored"] and not {FIRST} & (
+        after.models.keys() | after.memo.keys()
     )
     assert after.memo.get(AGAIN) == ({"round": 2, "changed": False} if known else None)
     assert can_reconsider(after) != known, "if nobody has answered, there may be a later one"
@@ -674,7 +677,7 @@ def test_sums_of_a_few_do_not_take_the_place_of_the_first_ones() -> None:
         FedNoRoWarning, match="only 3 clients sent sums .*: the verdict stays as it is"
     ):
         after = add_up_again(
-            later, [summed(tasks[k], engine.site(engine.clients[k])) for k in (0, 1, 2)]
+            later, [sum_features(tasks[k], engine.site(engine.clients[k])) for k in (0, 1, 2)]
         )
     assert torch.equal(sums_of(after), sums_of(first)) and after.memo == {
         **first.memo,

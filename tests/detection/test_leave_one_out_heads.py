@@ -48,7 +48,7 @@ def test_the_head_is_ridge_regression_on_the_others() -> None:
         expected = (x.double() - others.mean(0)) @ weights + level
         torch.testing.assert_close(rule.outputs(x, y, *sums), expected)
         own = rule.moments(x, y, classes)
-        late = rule.outputs(x, y, sums[0] - own[0], sums[1] - own[1], counted=False)
+        late = rule.outputs(x, y, sums[0] - own[0], sums[1] - own[1], in_totals=False)
         torch.testing.assert_close(late, expected)
 
 

@@ -23,7 +23,7 @@ from fednoro.core.types import FedNoRoWarning, Reply, Step, Task
 from fednoro.engine.cuda.cuda_engine import CudaEngine
 from fednoro.engine.cuda.stacked.stacked_net import OneOfMany, StackedNet, stackable
 from fednoro.engine.eager import EagerEngine
-from fednoro.engine.streams import Aside
+from fednoro.engine.streams import SideStream
 from fednoro.methods import METHODS, Method
 from fednoro.models import Packed, Resnet18, initialise
 from fednoro.models.networks import BasicBlock
@@ -43,7 +43,7 @@ def test_clients_that_are_trained_together_have_the_eager_weights(method: Method
     lab = engine()
     for task, expected, found in pairs(lab, method, CPU, THIN):
         check_close(task, expected, found, "fp32")
-    assert lab.stacks and not lab._apart, "nobody was trained together"
+    assert lab.stacks and not lab._unstackable, "nobody was trained together"
 
 
 @pytest.mark.parametrize("name", ["fedavg", "rofl", "fedlsr"])
@@ -150,7 +150,7 @@ def test_images_that_do_not_fit_at_once_are_prepared_part_by_part(
 ) -> None:
     whole = {id(task): found for task, _, found in pairs(engine(), Method(), CPU, THIN)}
     # one step at a time
-    monkeypatch.setattr("fednoro.engine.cuda.stacked.client_stack.PREPARED", 1)
+    monkeypatch.setattr("fednoro.engine.cuda.stacked.client_stack.PREPARED_BYTES", 1)
     for task, _, found in pairs(engine(), Method(), CPU, THIN):
         assert identical(whole[id(task)], found)
 
@@ -386,7 +386,7 @@ def test_a_stream_of_their_own_leaves_the_weights_gradients_as_they_are(
     """FedLSR shows the network two views, whose gradients are added up."""
     method, cuda, lab = METHODS[name](), torch.device("cuda"), Lab(resnet, 64)
     aside = pairs(CudaEngine(*lab.given(cuda), precision="bf16", stacked=True), method, cuda, lab)
-    monkeypatch.setattr(Aside, "work", lambda self, *read: nullcontext())
+    monkeypatch.setattr(SideStream, "work", lambda self, *read: nullcontext())
     inline = pairs(CudaEngine(*lab.given(cuda), precision="bf16", stacked=True), method, cuda, lab)
     for (_, _, found), (_, _, other) in zip(aside, inline, strict=True):
         assert identical(found, other)
@@ -397,7 +397,7 @@ def _compare_on_a_gpu(method: Method, lab: Lab) -> None:
     stacked = CudaEngine(*lab.given(cuda), precision="bf16", stacked=True)
     lanes = CudaEngine(*lab.given(cuda), precision="bf16", stacked=False)
     once, alone = pairs(stacked, method, cuda, lab), pairs(lanes, method, cuda, lab)
-    assert stacked.stacks and not stacked._apart
+    assert stacked.stacks and not stacked._unstackable
     for (_, expected, found), (_, _, other) in zip(once, alone, strict=True):
         if expected.weights is None or found.weights is None or other.weights is None:
             continue

@@ -112,11 +112,11 @@ def test_clients_with_different_losses_have_the_eager_weights(other: str) -> Non
     tasks = {k: Task("train", 0, weights) for k in range(5)}
     for _ in range(2):  # the second time from graphs that are there
         check_as_eager(lab, method, tasks)
-    assert not lab._apart
+    assert not lab._unstackable
     if other in MIXED:
-        assert len(lab.stacks) == 1 and not lab._unmixed, "they are one stack"
+        assert len(lab.stacks) == 1 and not lab._unmixable, "they are one stack"
     else:
-        assert len(lab.stacks) == 2 and len(lab._unmixed) == 2, (
+        assert len(lab.stacks) == 2 and len(lab._unmixable) == 2, (
             "a loss that wants more has a stack of its own"
         )
 
@@ -127,7 +127,7 @@ def test_noisy_and_clean_clients_of_fednoro_are_one_stack() -> None:
         k: Task("train", method.warmup, weights, {"lam": 0.4} if k % 2 else {}) for k in range(5)
     }
     check_as_eager(lab, method, tasks)
-    assert len(lab.stacks) == 1 and not lab._unmixed and not lab._apart
+    assert len(lab.stacks) == 1 and not lab._unmixable and not lab._unstackable
     assert [len(programs) for programs in lab.stacks[0]._graphs] == [2]
     some = {k: tasks[k] for k in (1, 2, 4)}  # now a noisy one is the first
     check_as_eager(lab, method, some)
@@ -151,7 +151,9 @@ class Table(Method):
 def test_positions_are_those_of_a_clients_own_images(who: tuple[int, ...]) -> None:
     lab, weights = engine(), Packed(thin()).weights()
     check_as_eager(lab, Table(), {k: Task("train", 0, weights) for k in who})
-    assert not lab._apart and bool(lab._unmixed) == (len(who) > 4), "up to four kinds are mixed"
+    assert not lab._unstackable and bool(lab._unmixable) == (len(who) > 4), (
+        "up to four kinds are mixed"
+    )
 
 
 @pytest.mark.parametrize("noisy", [{1, 3}, {0}, {0, 1, 2, 3, 4}, {4}, set[int](), {2, 3}])
@@ -164,7 +166,7 @@ def test_verdicts_may_change_from_round_to_round(noisy: set[int]) -> None:
             method,
             {k: Task("train", 20, weights, {"lam": 0.4} if k in flagged else {}) for k in range(5)},
         )
-    assert not lab._unmixed and not lab._apart
+    assert not lab._unmixable and not lab._unstackable
 
 
 def test_a_kind_without_a_full_batch_is_trained_with_the_others(
@@ -187,7 +189,7 @@ def test_a_kind_without_a_full_batch_is_trained_with_the_others(
 def test_a_loss_that_never_asks_the_network_is_not_mixed() -> None:
     lab, weights = engine(), Packed(thin()).weights()
     replies = list(lab.exchange(Each("never"), {k: Task("train", 0, weights) for k in range(5)}))
-    assert all(isinstance(reply, Reply) for reply in replies) and len(lab._unmixed) == 2
+    assert all(isinstance(reply, Reply) for reply in replies) and len(lab._unmixable) == 2
     alone = next(
         iter(EagerEngine(*THIN.given()).exchange(Each("never"), {1: Task("train", 0, weights)}))
     )
@@ -201,7 +203,7 @@ def test_more_kinds_of_loss_than_a_stack_mixes_are_trained_apart(
     lab, weights = engine(), Packed(thin()).weights()
     tasks = {k: Task("train", 0, weights) for k in range(5)}
     check_as_eager(lab, Each(), tasks)
-    assert len(lab._unmixed) == 2 and not lab._apart
+    assert len(lab._unmixable) == 2 and not lab._unstackable
 
 
 @pytest.mark.cuda

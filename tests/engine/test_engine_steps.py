@@ -254,7 +254,7 @@ class Fails(Method):
 def test_replies_come_in_client_order_and_one_that_raises_is_a_failure(
     kind: str, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "HELD", held)
+    monkeypatch.setattr(cpu, "WAITING_BYTES", held)
     monkeypatch.setattr(CudaEngine, "_room", lambda self: held)
     lab, fine = engine(kind), engine(kind)
     asked = {k: TASKS[k] for k in (5, 1, 0, 4, 3, 2)}

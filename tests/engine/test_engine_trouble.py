@@ -72,7 +72,7 @@ def test_where_memory_holds_one_lane_everybody_is_served_in_it(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(lab, "_make", full)
+    monkeypatch.setattr(lab, "_make_lane", full)
     replies = list(lab.exchange(Method(), tasks(lab)))
     assert len(lab.lanes) == 1 and all(isinstance(reply, Reply) for reply in replies)
 

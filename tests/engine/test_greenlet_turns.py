@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 
-from fednoro.engine.cuda.greenlet_turns import Turns, UnansweredError, meet
+from fednoro.engine.cuda.greenlet_turns import Coroutine, UnansweredError, run_all
 
 
-def adding(numbers: Sequence[int], log: list[str], name: str) -> Turns:
+def adding(numbers: Sequence[int], log: list[str], name: str) -> Coroutine:
     """Asks for each number and adds up the answers."""
 
     def work() -> int:
@@ -24,7 +24,7 @@ def adding(numbers: Sequence[int], log: list[str], name: str) -> Turns:
         log.append(f"{name} ends")
         return total
 
-    turns = Turns(work)
+    turns = Coroutine(work)
     return turns
 
 
@@ -37,7 +37,7 @@ def test_requests_of_all_who_wait_are_met_together_and_nobody_runs_beside_anothe
         asked.append(list(requests))
         return [10 * request for request in requests]
 
-    meet([a, b, c], answer)
+    run_all([a, b, c], answer)
     assert asked == [[1, 3], [2]]
     assert [turns.result for turns in (a, b, c)] == [30, 30, 0]
     assert log == ["a asks 1", "b asks 3", "c ends", "a asks 2", "b ends", "a ends"]
@@ -46,7 +46,7 @@ def test_requests_of_all_who_wait_are_met_together_and_nobody_runs_beside_anothe
 def test_an_exception_as_an_answer_is_raised_where_it_was_asked_for() -> None:
     log: list[str] = []
     a, b = adding([1], log, "a"), adding([2, 3], log, "b")
-    meet(
+    run_all(
         [a, b],
         lambda requests: [ValueError("no") if request == 1 else request for request in requests],
     )
@@ -62,7 +62,7 @@ def test_an_error_of_the_one_who_answers_ends_all_work_and_is_raised() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        meet(everybody, answer)
+        run_all(everybody, answer)
     for turns in everybody:
         assert turns.done and isinstance(turns.error, UnansweredError)
 
@@ -80,10 +80,10 @@ def test_work_that_does_not_give_up_is_ended_and_work_that_has_not_begun_never_b
     def interrupted(_: object = None) -> None:
         raise KeyboardInterrupt
 
-    turns, late = Turns(stubborn), adding([1], heard, "late")
-    late.go_on = interrupted  # type: ignore[assignment,method-assign]
+    turns, late = Coroutine(stubborn), adding([1], heard, "late")
+    late.resume = interrupted  # type: ignore[assignment,method-assign]
     with pytest.raises(KeyboardInterrupt):
-        meet([turns, late], lambda requests: list(requests))
+        run_all([turns, late], lambda requests: list(requests))
     assert turns.done and turns.error is None and heard == ["refused"] * 3
 
 
@@ -94,7 +94,7 @@ def test_ctrl_c_while_work_runs_ends_all_work() -> None:
     log: list[str] = []
     others = [adding([1], log, "a"), adding([2], log, "b")]
     with pytest.raises(KeyboardInterrupt):
-        meet([others[0], Turns(work), others[1]], lambda requests: list(requests))
+        run_all([others[0], Coroutine(work), others[1]], lambda requests: list(requests))
     assert log == ["a asks 1"] and all(turns.done for turns in others)
 
 
@@ -111,8 +111,8 @@ def test_what_a_work_has_open_stays_open_while_it_waits() -> None:
         with opened(name):
             log.append(everybody[name].ask(name))
 
-    everybody = {name: Turns(partial(work, name)) for name in "ab"}
-    meet(list(everybody.values()), lambda requests: [f"{request} heard" for request in requests])
+    everybody = {name: Coroutine(partial(work, name)) for name in "ab"}
+    run_all(list(everybody.values()), lambda requests: [f"{request} heard" for request in requests])
     assert log == ["a opens", "b opens", "a heard", "a closes", "b heard", "b closes"]
 
 
@@ -122,7 +122,7 @@ def test_when_it_is_over_nothing_is_kept() -> None:
     class Model:
         pass
 
-    def work(turns: list[Turns]) -> Model:
+    def work(turns: list[Coroutine]) -> Model:
         model = Model()
         kept.append(weakref.ref(model))
         turns[0].ask(1)
@@ -131,9 +131,9 @@ def test_when_it_is_over_nothing_is_kept() -> None:
     kept: list[weakref.ref[Model]] = []
     gc.disable()
     try:
-        own: list[Turns] = []
-        own.append(Turns(partial(work, own)))
-        meet(own, lambda requests: list(requests))
+        own: list[Coroutine] = []
+        own.append(Coroutine(partial(work, own)))
+        run_all(own, lambda requests: list(requests))
         assert own[0].done and kept[0]() is own[0].result is not None
         own.clear()
         assert kept[0]() is None

@@ -14,7 +14,7 @@ from torch import Tensor
 from fednoro.core.losses import entropy, js_divergence, sharpen
 from fednoro.core.types import Step
 from fednoro.methods import FedLSR
-from fednoro.methods.fedlsr import hue_shifted, recoloured, rotated
+from fednoro.methods.fedlsr import recolour, rotate, shift_hue
 from fednoro.models import Cnn, initialise
 
 both_behaviours = pytest.mark.parametrize("behaviour", ["paper", "reference"])
@@ -187,7 +187,7 @@ def test_colours_change_as_in_the_loops() -> None:
     x, u = pictures(), torch.from_numpy(np.random.default_rng(6).random((8, 7)))
     u[:4, 1], u[4, 1] = 0.3, 0.9
     u[:3, 6], u[3, 6] = 0.7, 0.1
-    found = recoloured(x, u)
+    found = recolour(x, u)
     for image, expected, v in zip(found, x, u.tolist(), strict=True):
         torch.testing.assert_close(image, slow_view(expected, v), rtol=1e-9, atol=1e-9)
 
@@ -195,7 +195,7 @@ def test_colours_change_as_in_the_loops() -> None:
 def test_hue_turns_as_in_the_standard_library() -> None:
     x = pictures(count=2)
     shift = torch.tensor([0.17, -0.2], dtype=torch.float64).view(2, 1, 1, 1)
-    found = hue_shifted(x, shift)
+    found = shift_hue(x, shift)
     for b in range(2):
         for i in range(5):
             for j in range(6):
@@ -208,7 +208,7 @@ def test_hue_turns_as_in_the_standard_library() -> None:
 def test_rotation_reads_each_pixel_from_where_it_came(shape: tuple[int, int]) -> None:
     height, width = shape
     x, u = pictures(2, height, width, 4), torch.tensor([0.0, 0.35, 0.5, 0.99], dtype=torch.float64)
-    found = rotated(x, u)
+    found = rotate(x, u)
     for b in range(4):
         angle = math.radians((2 * u[b].item() - 1) * 30)
         for i in range(height):
@@ -235,7 +235,7 @@ def test_the_view_of_normalised_images_is_the_normalised_view(view: Any, channel
     mean, deviation = (
         torch.tensor(v, dtype=torch.float64).view(1, -1, 1, 1) for v in (means, deviations)
     )
-    expected = recoloured(x, u) if view == "colour" else rotated(x, u[:, 0])
+    expected = recolour(x, u) if view == "colour" else rotate(x, u[:, 0])
     found = FedLSR(view=view).second_view((x - mean) / deviation, u)
     torch.testing.assert_close(found * deviation + mean, expected, rtol=1e-9, atol=1e-9)
 

@@ -26,7 +26,7 @@ from fednoro.core.types import Clients, Failure, Reply, State, Task, UserError, 
 from fednoro.detection.calibrated import WIDTHS
 from fednoro.detection.explained import EVIDENCE
 from fednoro.detection.score_privacy import Protection, protect
-from fednoro.detection.verdicts import SCORED, verdicts
+from fednoro.detection.verdicts import SCORING_MODEL, verdicts
 from fednoro.engine.eager import EagerEngine
 from fednoro.experiment.checkpoint import restore, save_checkpoint
 from fednoro.experiment.rounds import Evaluation, Turn, play
@@ -367,7 +367,7 @@ def test_without_a_purge_the_warm_up_model_teaches() -> None:
     lab = Lab(noisy=(3, 4))
     played = lab.play(replace(METHOD, purge=0))
     assert [name for name, *_ in lab.asked][5:9] == ["moments", "score", "correct", "train"]
-    assert TEACHER not in played[-1].state.kept and SOFT in lab.clients[3].memory
+    assert TEACHER not in played[-1].state.models and SOFT in lab.clients[3].memory
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_without_a_purge_the_warm_up_model_teaches() -> None:
 def test_purge_takes_four_ninths_of_what_follows_unless_it_is_set(
     rounds: int, purge: int | None, ends: int
 ) -> None:
-    assert FedNoRoPlus(warmup=5, purge=purge).purged(rounds, judged=5) == ends
+    assert FedNoRoPlus(warmup=5, purge=purge).purge_end(rounds, verdict_round=5) == ends
 
 
 def test_a_run_whose_labels_are_corrected_is_not_purged_again() -> None:
@@ -433,7 +433,7 @@ def test_where_everybody_was_judged_too_early_a_later_verdict_counts() -> None:
         "again every 2 rounds up to round 8"
     ]
     before = next(turn.state for turn in played if turn.state.round == judged)
-    assert same(before.model, played[-1].state.kept[SCORED]), (
+    assert same(before.model, played[-1].state.models[SCORING_MODEL]), (
         "who comes later is scored with the model of the verdict"
     )
 
@@ -580,12 +580,12 @@ def test_in_the_middle_of_the_purge_everybody_is_judged_again(
     assert verdicts(last) == RIGHT and second(last) == {"round": 7, "changed": False}
     assert again["reason"].endswith("(judged again)") and again["round"] == first["round"] == 5
     assert {row["round"] for row in again["clients"].values()} == {7} and again["summed_in"] == 7
-    assert "first_moments" not in last.memo and "first_moments" not in last.kept
-    assert (len(last.kept["moments"].values) == 4 * 4 + 4 * CLASSES) == (detector == "sketched")
+    assert "first_moments" not in last.memo and "first_moments" not in last.models
+    assert (len(last.models["moments"].values) == 4 * 4 + 4 * CLASSES) == (detector == "sketched")
     alone = long(method=replace(method, second_look=False))[1]
     assert [turn.task for turn in alone].count("score") == 1
     assert all(map(same, models(played), models(alone))), "a verdict that stays changes nothing"
-    assert same(last.kept[TEACHER], alone[-1].state.kept[TEACHER])
+    assert same(last.models[TEACHER], alone[-1].state.models[TEACHER])
 
 
 @pytest.mark.parametrize(
@@ -621,11 +621,11 @@ def test_a_second_verdict_takes_the_place_of_a_mistaken_one(mistakes: Sequence[i
     # What was learnt with the mistake is not taught.
     after = {turn.state.round: turn.state for turn in played if turn.task == "train"}
     mean = (after[8].model.values.double() + after[9].model.values.double()) / 2
-    torch.testing.assert_close(after[9].kept[TEACHER].values.double(), mean, rtol=0, atol=1e-6)
+    torch.testing.assert_close(after[9].models[TEACHER].values.double(), mean, rtol=0, atol=1e-6)
 
 
 def same_sums(one: State, other: State) -> bool:
-    return torch.equal(one.kept["moments"].values, other.kept["moments"].values)
+    return torch.equal(one.models["moments"].values, other.models["moments"].values)
 
 
 def test_the_first_verdict_stays_with_its_totals_where_most_miss_the_second_look() -> None:
@@ -636,7 +636,7 @@ def test_the_first_verdict_stays_with_its_totals_where_most_miss_the_second_look
         "changed": False,
     }
     assert same_sums(first, last) and last.memo["moments"] == first.memo["moments"]
-    assert same(first.kept[SCORED], last.kept[SCORED]), (
+    assert same(first.models[SCORING_MODEL], last.models[SCORING_MODEL]), (
         "who comes later is scored as the others were"
     )
 
@@ -652,7 +652,7 @@ def test_a_second_look_that_nobody_answers_is_tried_in_the_next_round(task: str)
     between = next(turn.state for turn in played if turn.task == "train" and turn.state.round == 9)
     first = next(turn.state for turn in played if turn.task == "score")
     assert same_sums(first, between) and between.memo["moments"] == first.memo["moments"]
-    assert "first_moments" not in between.kept and "again" not in between.memo
+    assert "first_moments" not in between.models and "again" not in between.memo
     assert second(played[-1].state) == {"round": 9, "changed": False}
 
 
@@ -740,8 +740,8 @@ def test_a_second_look_asks_everybody_though_half_are_drawn() -> None:
 def test_the_second_look_has_two_rounds_of_the_purge_before_and_after(
     purge: int | None, rounds: int, when: list[int]
 ) -> None:
-    assert list(replace(METHOD, purge=purge).looks_again(rounds, 5)) == when
-    assert not replace(METHOD, purge=purge, second_look=False).looks_again(rounds, 5)
+    assert list(replace(METHOD, purge=purge).second_look_rounds(rounds, 5)) == when
+    assert not replace(METHOD, purge=purge, second_look=False).second_look_rounds(rounds, 5)
 
 
 # Clients that are not there
@@ -794,7 +794,7 @@ def test_a_round_of_the_purge_without_answers_keeps_model_and_teacher() -> None:
     lab = Lab(noisy=(3, 4))
     lab.away = lambda k, task: task.round == 6
     before, after = [turn.state for turn in lab.play() if turn.task == "train"][5:7]
-    assert same(before.model, after.model) and same(before.kept[TEACHER], after.kept[TEACHER])
+    assert same(before.model, after.model) and same(before.models[TEACHER], after.models[TEACHER])
 
 
 # Labels stay corrected

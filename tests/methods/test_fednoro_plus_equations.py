@@ -18,7 +18,7 @@ from fednoro.detection.explained import SCATTER, WATCH, find_cut, judge, left_ov
 from fednoro.engine.eager import EagerEngine, EagerSite
 from fednoro.methods import FedLA, FedNoRoPlus
 from fednoro.methods.fednoro_plus import SOFT, TEACHER
-from fednoro.methods.relabel import corrected
+from fednoro.methods.relabel import soft_labels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -180,7 +180,7 @@ def test_labels_are_corrected_by_the_teacher_and_em_over_transitions(
     images: int, present: int, steps: int, opinion: float
 ) -> None:
     logits, labels = drawn(images, 7 * images + present, present)
-    q = corrected(torch.softmax(logits, dim=1), labels, CLASSES, steps, opinion)
+    q = soft_labels(torch.softmax(logits, dim=1), labels, CLASSES, steps, opinion)
     assert q.dtype == torch.float64
     np.testing.assert_allclose(
         q.numpy(), em_by_hand(logits, labels, steps, opinion), rtol=1e-9, atol=1e-14
@@ -195,7 +195,7 @@ def test_correction_finds_a_systematic_swap() -> None:
     truth = rng.integers(0, CLASSES, 300)
     given = np.where(rng.random(300) < 0.7, np.array([1, 0, 2, 3])[truth], truth)
     outputs = torch.from_numpy(rng.normal(size=(300, CLASSES)) + 2.5 * np.eye(CLASSES)[truth])
-    q = corrected(torch.softmax(outputs, dim=1), torch.from_numpy(given), CLASSES, 15, 0.5)
+    q = soft_labels(torch.softmax(outputs, dim=1), torch.from_numpy(given), CLASSES, 15, 0.5)
     before, teacher, after = (
         (found == truth).mean() for found in (given, outputs.argmax(1).numpy(), q.argmax(1).numpy())
     )
@@ -205,7 +205,7 @@ def test_correction_finds_a_systematic_swap() -> None:
 def test_an_image_without_usable_outputs_leaves_the_others_as_they_are_sound() -> None:
     logits, labels = drawn(20, 3)
     logits[4] = math.nan
-    q = corrected(torch.softmax(logits, dim=1), labels, CLASSES, 15, 0.5)
+    q = soft_labels(torch.softmax(logits, dim=1), labels, CLASSES, 15, 0.5)
     assert q.isfinite().all() and torch.allclose(q.sum(dim=1), torch.ones(20, dtype=torch.float64))
 
 
@@ -271,5 +271,5 @@ def test_the_teacher_is_the_mean_of_the_purge_and_later_its_moving_average() -> 
             expected = [
                 0.75 * old + 0.25 * float(v) for old, v in zip(expected, values, strict=True)
             ]
-        assert state.kept[TEACHER].values.tolist() == pytest.approx(expected, rel=1e-5)
+        assert state.models[TEACHER].values.tolist() == pytest.approx(expected, rel=1e-5)
         assert state.stage == "purge"

@@ -171,7 +171,7 @@ class Spy:
         )
         before = replace(state, model=model, memo=json.loads(json.dumps(state.memo)))
         kept = list(replies)
-        after = self._method.fold(state, Replies(replies.task, replies.asked, iter(kept)))
+        after = self._method.fold(state, Replies(replies.task, replies.asked_clients, iter(kept)))
         self.folds.append((state, before, kept, after))
         return after
 

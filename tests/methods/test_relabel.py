@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from fednoro.methods.relabel import believed, upper_component, worst
+from fednoro.methods.relabel import largest_losses, sure_labels, upper_component
 
 
 def test_upper_component_finds_two_groups_and_nothing_where_there_are_none() -> None:
@@ -28,9 +28,9 @@ def test_upper_component_finds_two_groups_and_nothing_where_there_are_none() -> 
 def test_only_the_allowed_and_sure_samples_take_the_model_s_label() -> None:
     p = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.0, 0.6, 0.4]])
     given = torch.tensor([2, 2, 2, 2])
-    assert believed(given, p, 0.5).tolist() == [0, 2, 2, 1]  # ½ is not above ½
-    assert believed(given, p, 0.5, among=torch.tensor([3, 1])).tolist() == [2, 2, 2, 1]
-    assert believed(given, p, 0.5, among=torch.tensor([], dtype=torch.int64)).tolist() == [
+    assert sure_labels(given, p, 0.5).tolist() == [0, 2, 2, 1]  # ½ is not above ½
+    assert sure_labels(given, p, 0.5, candidates=torch.tensor([3, 1])).tolist() == [2, 2, 2, 1]
+    assert sure_labels(given, p, 0.5, candidates=torch.tensor([], dtype=torch.int64)).tolist() == [
         2,
         2,
         2,
@@ -38,6 +38,6 @@ def test_only_the_allowed_and_sure_samples_take_the_model_s_label() -> None:
     ]
     assert given.tolist() == [2, 2, 2, 2]
     assert (
-        worst(np.array([1.0, 3.0, 3.0, 2.0]), 2).tolist() == [1, 2]
-        and len(worst(np.ones(3), 0)) == 0
+        largest_losses(np.array([1.0, 3.0, 3.0, 2.0]), 2).tolist() == [1, 2]
+        and len(largest_losses(np.ones(3), 0)) == 0
     )

@@ -44,7 +44,7 @@ from fednoro.engine.eager import EagerEngine
 from fednoro.experiment.config.configuration import resolve
 from fednoro.experiment.rounds import Evaluation, play
 from fednoro.methods import METHODS
-from fednoro.methods.rofl import RoFL, moved, shared_centroids, small_loss
+from fednoro.methods.rofl import RoFL, move_centroids, shared_centroids, small_loss
 from fednoro.models import Packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -206,7 +206,7 @@ def test_a_centroid_that_is_not_known_yet_takes_the_first_features_that_come() -
     # unknown, at a right angle, unknown and absent
     f_k = torch.tensor([[0.0, 0.0], [4.0, -3.0], [0.0, 0.0]])
     torch.testing.assert_close(
-        moved(f_k, f_hat), torch.tensor([[1.0, 2.0], [4.0, -3.0], [0.0, 0.0]])
+        move_centroids(f_k, f_hat), torch.tensor([[1.0, 2.0], [4.0, -3.0], [0.0, 0.0]])
     )
 
 

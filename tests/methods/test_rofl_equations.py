@@ -18,7 +18,7 @@ from fednoro.core.types import Precision, Replies, Reply, Step, Weights
 from fednoro.engine.cpu import CpuEngine
 from fednoro.engine.cuda.cuda_engine import CudaEngine
 from fednoro.engine.eager import EagerEngine
-from fednoro.methods.rofl import RoFL, class_means, held, shared_centroids
+from fednoro.methods.rofl import RoFL, class_means, one_hot, shared_centroids
 from fednoro.models import Packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,7 +134,7 @@ def test_the_random_steps_have_labels_that_agree_and_labels_that_do_not() -> Non
 def test_first_centroids_are_the_means_of_each_label(seed: int) -> None:
     rng = np.random.default_rng(seed)
     z, labels = rng.normal(size=(9, WIDTH)), rng.integers(CLASSES - 1, size=9)
-    found = class_means(torch.from_numpy(z), held(torch.from_numpy(labels), CLASSES)).numpy()
+    found = class_means(torch.from_numpy(z), one_hot(torch.from_numpy(labels), CLASSES)).numpy()
     for c in range(CLASSES):
         mine = [z[i] for i in range(9) if labels[i] == c]
         np.testing.assert_allclose(

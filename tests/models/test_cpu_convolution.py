@@ -78,7 +78,7 @@ def test_kept_memory_gives_the_same_gradients_step_after_step(
     for count in (5, 3, 5):
         x = images(side, count)
         expected = gradients(made, ordinary(made), x)
-        with made.spare.offered():
+        with made.spare.offer():
             found = gradients(made, made, x)
         torch.testing.assert_close(found, expected)
         places.add(found[-1].data_ptr())
@@ -92,7 +92,7 @@ def test_one_step_may_show_the_layer_several_views(side: int) -> None:
     views = images(side), images(side, 7), images(3 - side)
     expected = gradients(made, ordinary(made), *views)
     for _ in range(3):
-        with made.spare.offered():
+        with made.spare.offer():
             found = gradients(made, made, *views)
         torch.testing.assert_close(found, expected)
 
@@ -103,7 +103,7 @@ def test_images_of_another_size_leave_nothing_behind() -> None:
     for side in (2, 1, 2, 1):
         x = images(side)
         expected = gradients(made, ordinary(made), x)
-        with made.spare.offered():
+        with made.spare.offer():
             torch.testing.assert_close(gradients(made, made, x), expected)
 
 
@@ -115,7 +115,7 @@ def test_gradients_outside_an_offer_are_not_overwritten() -> None:
     before = mine[-1].clone()
     for seed in range(3):
         other = images(1, 9 + seed)
-        with made.spare.offered():
+        with made.spare.offer():
             gradients(made, made, other)
         gradients(made, made, other)
     assert torch.equal(mine[-1], before)
@@ -134,7 +134,7 @@ def test_gradients_have_gradients(side: int) -> None:
 
     expected = penalty(ordinary(made))
     torch.testing.assert_close(penalty(made), expected)
-    with made.spare.offered():
+    with made.spare.offer():
         torch.testing.assert_close(penalty(made), expected)
 
 
@@ -162,11 +162,11 @@ def test_function_transforms_and_autocast(side: int) -> None:
 def test_copies_of_a_network_share_no_memory() -> None:
     made, x = layer(3, 1, 1), images(1)
     assert made.spare is not None
-    with made.spare.offered():
+    with made.spare.offer():
         mine = gradients(made, made, x)
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert other.spare is not made.spare
-        with other.spare.offered():
+        with other.spare.offer():
             theirs = gradients(other, other, x)
         assert theirs[-1].data_ptr() != mine[-1].data_ptr()
         torch.testing.assert_close(theirs, mine)
@@ -234,6 +234,6 @@ def test_memory_of_copies_is_used_again_when_nobody_holds_it() -> None:
 def test_small_copies_are_made_anew() -> None:
     copies, values = Copies(), torch.ones(3)
     assert copies.of(values).data_ptr() != values.data_ptr()
-    assert not copies._made
+    assert not copies._storages
     copies.of(torch.ones(LARGE))
-    assert len(copies._made) == 1 and not copy.deepcopy(copies)._made
+    assert len(copies._storages) == 1 and not copy.deepcopy(copies)._storages

@@ -545,7 +545,7 @@ def test_a_twin_has_a_vector_of_its_own_and_a_shared_network_the_same_one(
     packed = Packed(stirred(build, shape, 0))
     next(packed.net.parameters()).requires_grad_(False)
     before = packed.weights()
-    twin, shared = packed.twin(), packed.shared()
+    twin, shared = packed.twin(), packed.alias()
     twin.load(before)
     assert torch.equal(twin.ordinary(), before.values)
     for copied, own in ((twin, False), (shared, True)):

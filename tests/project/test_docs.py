@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fednoro.core.options import allowed
+from fednoro.core.options import range_text
 from fednoro.experiment.config.configuration import presets
 from fednoro.methods import METHODS, Method
 
@@ -30,7 +30,7 @@ def option_rows(method: type[Method]) -> list[str]:
         choices = re.findall(r'"([^"]+)"', str(item.type)) if "Literal" in str(item.type) else []
         about = [
             item.metadata["help"],
-            allowed(item),
+            range_text(item),
             ", ".join(f"`{choice}`" for choice in choices),
         ]
         text = "; ".join(part for part in about if part).replace("|", "\\|")

@@ -6,7 +6,7 @@ them. Here a whole step (gather, forward, loss, backward, Adam) is captured once
 size and replayed from then on: all that changes from step to step, client to client or round to
 round is copied into fixed places that the graph reads. The host only queues replays, for one client
 after another; the GPU runs the lanes side by side, each with a stream of its own. Where clients can
-be stacked (`stack`), they meet at their training, and only what is left goes to lanes.
+be stacked (`client_stack`), they meet at their training, and only what is left goes to lanes.
 
 Images are prepared a block of batches at a time, because augmentation is some thirty kernels
 whatever the number of images. The last batch of an epoch has a graph of its own size.
@@ -33,15 +33,15 @@ from fednoro.engine.cpu import cut, windows
 from fednoro.engine.cuda.cuda_lane import CudaLane
 from fednoro.engine.cuda.cuda_site import CudaSite
 from fednoro.engine.cuda.graph_capture import EVALUATION_PIXELS, UnsuitableError
-from fednoro.engine.cuda.greenlet_turns import Turns, meet
+from fednoro.engine.cuda.greenlet_turns import Coroutine, run_all
 from fednoro.engine.cuda.reply_check import with_extents
-from fednoro.engine.cuda.stacked.client_stack import PREPARED, Stack
+from fednoro.engine.cuda.stacked.client_stack import PREPARED_BYTES, Stack
 from fednoro.engine.cuda.stacked.stacked_kernels import SLOTS
 from fednoro.engine.cuda.stacked.stacked_net import stackable
 from fednoro.engine.cuda.training_request import Request
 from fednoro.engine.eager import EagerEngine, EagerSite, failure
 from fednoro.engine.images import Images
-from fednoro.engine.streams import after, current, event, release_memory, synchronize
+from fednoro.engine.streams import current_stream, event, make_wait, release_memory, synchronize
 from fednoro.methods import Method
 
 Answer = tuple[Reply | Failure, torch.cuda.Event | None]
@@ -87,12 +87,12 @@ class CudaEngine(EagerEngine):
         self.serve(clients)
         self.images = Images(dataset.images, inputs, training.augment, device)
         self.shape = (inputs, *dataset.images.shape[1:3])
-        self._given = (network, dataset, inputs, training, seed, device)
+        self._arguments = (network, dataset, inputs, training, seed, device)
         self.pixels = self.shape[1] * self.shape[2]
         self.evaluation_batch = max(16, EVALUATION_PIXELS // self.pixels)
         self.streams = LARGE_STREAMS if self.pixels > LARGE else STREAMS
-        self.most = lanes or self.streams
-        self._make = partial(
+        self.max_lanes = lanes or self.streams
+        self._make_lane = partial(
             CudaLane,
             device=device,
             precision=precision,
@@ -102,26 +102,26 @@ class CudaEngine(EagerEngine):
         )
         net = network()
         suitable = precision != "fp32" and training.batch > 1 and stackable(net, device)
-        self.lane = self._make(net)
+        self.lane = self._make_lane(net)
         self.lanes = [self.lane]
         self.stacks: list[Stack] = []
-        self._apart: set[Any] = set()  # kinds of step that cannot be stacked
-        self._unmixed: set[Any] = set()  # and those that can, but not with others
+        self._unstackable: set[Any] = set()  # kinds of step that cannot be stacked
+        self._unmixable: set[Any] = set()  # and those that can, but not with others
         gains = self.lane.fused and self.pixels <= STACKED_PIXELS
         self._stacking = suitable and (
             (gains and not compiled and lanes is None) if stacked is None else stacked
         )
         if self._stacking:
-            self.most = LANES_BESIDE
+            self.max_lanes = LANES_BESIDE
 
     def _widen(self, clients: int) -> None:
         """Lanes for so many clients at a time: few clients need few."""
         try:
-            while len(self.lanes) < min(clients, self.most):
-                self.lanes.append(self._make(self.lane))
+            while len(self.lanes) < min(clients, self.max_lanes):
+                self.lanes.append(self._make_lane(self.lane))
         except torch.OutOfMemoryError:
             del self.lanes[-(-len(self.lanes) // 2) :]  # room for what the steps themselves need
-            self.most = len(self.lanes)
+            self.max_lanes = len(self.lanes)
             release_memory()
 
     def serve(self, clients: Iterable[Client]) -> None:
@@ -135,7 +135,7 @@ class CudaEngine(EagerEngine):
             return self._eager.describe()
         if self._stacking:
             return f"cuda graphs, up to {SLOTS} clients stacked, on {self.device}, {self.precision}"
-        return f"cuda graphs on {self.most} streams of {self.device}, {self.precision}"
+        return f"cuda graphs on {self.max_lanes} streams of {self.device}, {self.precision}"
 
     def site(self, client: Client) -> EagerSite:
         return (
@@ -147,13 +147,13 @@ class CudaEngine(EagerEngine):
         if self._eager is None:
             self._widen(len(tasks))
         for window in self._windows(sorted(tasks)):
-            answers = self._together(method, {k: tasks[k] for k in window})
+            answers = self._exchange_window(method, {k: tasks[k] for k in window})
             # Clients in a stack are done at the same time; those on lanes are
             # folded while others go on.
             for part in [window] if self._stacking else [[k] for k in window]:
                 items, events = zip(*(answers.pop(k) for k in part), strict=True)
-                for done in filter(None, events):
-                    torch.cuda.current_stream(self.device).wait_event(done)
+                for end in filter(None, events):
+                    torch.cuda.current_stream(self.device).wait_event(end)
                 replies = with_extents(items, self.device)
                 del items
                 # one that is folded need not be held any longer
@@ -170,20 +170,20 @@ class CudaEngine(EagerEngine):
         """The same; labels are counted once."""
         labels = client.memory.get("labels", client.observed)
         if client.id not in self._counts or self._counts[client.id][0] is not labels:
-            counted = np.bincount(client.labels.cpu().numpy(), minlength=self.classes)
-            self._counts[client.id] = labels, self.upload(counted)
+            label_counts = np.bincount(client.labels.cpu().numpy(), minlength=self.classes)
+            self._counts[client.id] = labels, self.upload(label_counts)
         return self._counts[client.id][1].clone()
 
     def _room(self) -> int:
         """Bytes of models that may wait to be folded."""
         return torch.cuda.mem_get_info(self.device)[0] // 4 if self.device.type == "cuda" else 2**30
 
-    def _together(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
+    def _exchange_window(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """Queues the work of all clients; the events say when each one's answer is there."""
         for lane in self.lanes:
-            after(lane.stream, current(self.device))
+            make_wait(lane.stream, current_stream(self.device))
         answers = (
-            self._stacked(method, tasks)
+            self._run_stacked(method, tasks)
             if self._stacking and len(tasks) > 1 and self._eager is None
             else {}
         )
@@ -191,60 +191,61 @@ class CudaEngine(EagerEngine):
             tasks.keys() - answers.keys(), key=lambda k: (-len(self.clients[k].index), k)
         )
         while queue and self._eager is None:
-            answers |= self._in_lanes(method, {k: tasks[k] for k in queue})
+            answers |= self._run_in_lanes(method, {k: tasks[k] for k in queue})
             queue = [k for k in queue if k not in answers]
         for k in queue:
             assert self._eager is not None
             answers[k] = next(self._eager.exchange(method, {k: tasks[k]})), None
         return answers
 
-    def _turns(
+    def _coroutine(
         self, method: Method, task: Task, client: int, lane: CudaLane, stacked: bool
-    ) -> Turns:
+    ) -> Coroutine:
         """A client's work that others can wait for, and be waited for by."""
-        here = current(self.device)
+        main_stream = current_stream(self.device)
 
         def work() -> Reply:
             with torch.cuda.stream(lane.stream):
                 return method.work(
-                    task, CudaSite(self, lane, self.clients[client], turns, here, stacked)
+                    task,
+                    CudaSite(self, lane, self.clients[client], coroutine, main_stream, stacked),
                 )
 
-        turns = Turns(work)
-        return turns
+        coroutine = Coroutine(work)
+        return coroutine
 
-    def _answer(self, client: int, turns: Turns, lane: CudaLane) -> Answer:
+    def _answer(self, client: int, coroutine: Coroutine, lane: CudaLane) -> Answer:
         """What came of it; raises where the engine has to go on in another way."""
-        if turns.error is None:
-            return turns.result, event(lane.stream)
-        if isinstance(turns.error, (torch.OutOfMemoryError, UnsuitableError)) or not isinstance(
-            turns.error, Exception
+        if coroutine.error is None:
+            return coroutine.result, event(lane.stream)
+        if isinstance(coroutine.error, (torch.OutOfMemoryError, UnsuitableError)) or not isinstance(
+            coroutine.error, Exception
         ):
-            raise turns.error
-        return failure(client, turns.error), event(lane.stream)
+            raise coroutine.error
+        return failure(client, coroutine.error), event(lane.stream)
 
-    def _in_lanes(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
+    def _run_in_lanes(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """The work of all clients, in the order of `tasks`, each in the next lane that is free.
 
         A few steps of each are queued in turn: a lane that has all it can hold would keep the
         others from their work. Ends early where the engine has to go on in another way.
         """
         answers: dict[int, Answer] = {}
-        waiting, busy = list(tasks), dict[int, tuple[int, Turns]]()  # by lane
+        waiting, busy = list(tasks), dict[int, tuple[int, Coroutine]]()  # by lane
         try:
             while waiting or busy:
                 for number, lane in enumerate(self.lanes):
                     if waiting and number not in busy:
                         k = waiting.pop(0)
-                        busy[number] = k, self._turns(method, tasks[k], k, lane, stacked=False)
-                for number, (k, turns) in list(busy.items()):
-                    turns.go_on()
-                    if turns.done:
+                        busy[number] = k, self._coroutine(method, tasks[k], k, lane, stacked=False)
+                for number, (k, coroutine) in list(busy.items()):
+                    coroutine.resume()
+                    if coroutine.done:
                         del busy[number]
-                        answers[k] = self._answer(k, turns, self.lanes[number])
+                        answers[k] = self._answer(k, coroutine, self.lanes[number])
         except BaseException as error:
-            for _, turns in busy.values():
-                turns.cancel()
+            for _, coroutine in busy.values():
+                coroutine.cancel()
             if not isinstance(error, (torch.OutOfMemoryError, UnsuitableError)):
                 raise
             full, reason = isinstance(error, torch.OutOfMemoryError), str(error)
@@ -252,35 +253,38 @@ class CudaEngine(EagerEngine):
             return answers
         # Out here, where no error holds what is to be let go.
         busy.clear()
-        del turns
+        del coroutine
         if full:
             self._shrink()
         else:
             self._fall_back(reason)
         return answers
 
-    def _stacked(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
+    def _run_stacked(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
         """The work of all clients, which meet wherever they are to be trained; who
         could not be served is left out.
         """
         # Last batches of one size are one graph where they share a lane; of
         # few sizes, one for each lane.
-        rests = {k: len(self.clients[k].index) % self.training.batch for k in tasks}
-        sizes = sorted(set(rests.values()))
+        last_sizes = {k: len(self.clients[k].index) % self.training.batch for k in tasks}
+        sizes = sorted(set(last_sizes.values()))
         places = (
-            map(sizes.index, rests.values()) if len(sizes) >= len(self.lanes) else range(len(rests))
+            map(sizes.index, last_sizes.values())
+            if len(sizes) >= len(self.lanes)
+            else range(len(last_sizes))
         )
         lanes = {
-            k: self.lanes[place % len(self.lanes)] for k, place in zip(rests, places, strict=True)
+            k: self.lanes[place % len(self.lanes)]
+            for k, place in zip(last_sizes, places, strict=True)
         }
-        everybody = {
-            k: self._turns(method, task, k, lanes[k], stacked=True) for k, task in tasks.items()
+        coroutines = {
+            k: self._coroutine(method, task, k, lanes[k], stacked=True) for k, task in tasks.items()
         }
-        meet(list(everybody.values()), self._train)
+        run_all(list(coroutines.values()), self._train)
         answers: dict[int, Answer] = {}
-        for k, turns in everybody.items():
+        for k, coroutine in coroutines.items():
             with suppress(torch.OutOfMemoryError, UnsuitableError):
-                answers[k] = self._answer(k, turns, lanes[k])
+                answers[k] = self._answer(k, coroutine, lanes[k])
         if len(answers) < len(tasks):
             synchronize(self.device)  # whoever is left goes on in another lane
         return answers
@@ -297,33 +301,33 @@ class CudaEngine(EagerEngine):
             self._unstack("the GPU's memory does not hold a stack of clients")
         return [request.answer or self._train_alone(request) for request in requests]
 
-    def _parties(self, requests: Sequence[Request]) -> list[list[Request]]:
+    def _groups(self, requests: Sequence[Request]) -> list[list[Request]]:
         """Those who can be trained together, as many as a stack holds; who is left out cannot."""
-        found: dict[Any, list[Request]] = {}
+        groups: dict[Any, list[Request]] = {}
         for request in requests:
             step, *start = request.kind
-            if step not in self._apart:
-                found.setdefault((step if step in self._unmixed else None, *start), []).append(
+            if step not in self._unstackable:
+                groups.setdefault((step if step in self._unmixable else None, *start), []).append(
                     request
                 )
         slots = self._slots()
         return [
-            party[i : i + slots]
-            for party in found.values()
-            if len(party) > 1
-            for i in range(0, len(party), slots)
+            group[i : i + slots]
+            for group in groups.values()
+            if len(group) > 1
+            for i in range(0, len(group), slots)
         ]
 
     def _train_stacked(self, requests: Sequence[Request]) -> None:
         """Answers those of the requests that can be answered so."""
-        waiting = self._parties(requests)
+        waiting = self._groups(requests)
         running: dict[Stack, tuple[list[Request], Iterator[None]]] = {}
         while waiting or running:
             for stack in self._stacks(len(waiting) + len(running)):
                 if stack not in running and waiting:
-                    party = waiting.pop(0)
-                    running[stack] = party, stack.train(party, self.images)
-            for stack, (party, steps) in list(running.items()):
+                    group = waiting.pop(0)
+                    running[stack] = group, stack.train(group, self.images)
+            for stack, (group, steps) in list(running.items()):
                 # in turn, so that the GPU has work from each
                 try:
                     next(steps)
@@ -333,15 +337,15 @@ class CudaEngine(EagerEngine):
                 except torch.OutOfMemoryError:
                     raise
                 except UnsuitableError as reason:
-                    kinds = {request.kind[0] for request in party}
+                    kinds = {request.kind[0] for request in group}
                     if len(kinds) > 1:
-                        # another party may have the same stack, and other lanes
+                        # another group may have the same stack, and other lanes
                         synchronize(self.device)
-                        self._unmixed |= kinds
-                        waiting += self._parties(party)
+                        self._unmixable |= kinds
+                        waiting += self._groups(group)
                     else:
-                        self._apart |= kinds
-                        self.most = self.streams
+                        self._unstackable |= kinds
+                        self.max_lanes = self.streams
                         warnings.warn(
                             f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2
                         )
@@ -349,8 +353,8 @@ class CudaEngine(EagerEngine):
                     pass
                 del running[stack]
 
-    def _stacks(self, wanted: int) -> Sequence[Stack]:
-        while len(self.stacks) < min(wanted, STACKS):
+    def _stacks(self, count: int) -> Sequence[Stack]:
+        while len(self.stacks) < min(count, STACKS):
             self.stacks.append(Stack(self.lane, self.shape, self.training, self._slots()))
         return self.stacks
 
@@ -360,17 +364,18 @@ class CudaEngine(EagerEngine):
         """
         if self.stacks:
             return self.stacks[0].slots
-        held = SLOTS
+        capacity = SLOTS
         if self.device.type == "cuda":
             memory = (
-                torch.cuda.get_device_properties(self.device).total_memory // 2 - STACKS * PREPARED
+                torch.cuda.get_device_properties(self.device).total_memory // 2
+                - STACKS * PREPARED_BYTES
             )
             images = self.training.batch * self.pixels * STACKED_BYTES
-            held = max(
+            capacity = max(
                 2,
                 min(SLOTS, memory // (STACKS * (STACKED_COPIES * self.net.values.nbytes + images))),
             )
-        return _equal_parts(max(2, len(self.clients)), held)
+        return _equal_parts(max(2, len(self.clients)), capacity)
 
     def _train_alone(self, request: Request) -> Any:
         try:
@@ -380,7 +385,7 @@ class CudaEngine(EagerEngine):
 
     def _unstack(self, reason: str) -> None:
         synchronize(self.device)
-        self.stacks, self._stacking, self.most = [], False, self.streams
+        self.stacks, self._stacking, self.max_lanes = [], False, self.streams
         release_memory()
         warnings.warn(f"one client per stream: {reason}", FedNoRoWarning, stacklevel=2)
 
@@ -393,7 +398,7 @@ class CudaEngine(EagerEngine):
             self._fall_back("the GPU has too little memory for graphs")
             return
         del self.lanes[-(len(self.lanes) // 2) :]
-        self.most = len(self.lanes)
+        self.max_lanes = len(self.lanes)
         release_memory()
         message = f"the GPU's memory ran out: going on with {len(self.lanes)} streams"
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
@@ -408,7 +413,7 @@ class CudaEngine(EagerEngine):
         warnings.warn(
             f"going on with the eager engine in fp32: {reason}", FedNoRoWarning, stacklevel=2
         )
-        self._eager = EagerEngine(*self._given, images=self.images)
+        self._eager = EagerEngine(*self._arguments, images=self.images)
         self._eager.clients = self.clients
 
     def upload(self, array: NDArray[Any]) -> Tensor:

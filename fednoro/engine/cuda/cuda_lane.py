@@ -17,14 +17,14 @@ from fednoro.core.types import FedNoRoWarning, Precision, Step, Weights
 from fednoro.engine.cuda import image_kernel
 from fednoro.engine.cuda.cached_anchor import Anchor
 from fednoro.engine.cuda.graph_capture import (
-    Halfway,
     Inputs,
     Program,
     Programs,
     Rehearsal,
+    TrainingState,
     UnsuitableError,
     autocast,
-    captured,
+    capture,
 )
 from fednoro.engine.cuda.half_precision import Half, HalfAdam
 from fednoro.engine.images import DRAWS, Images
@@ -32,7 +32,7 @@ from fednoro.engine.lane import Adam, Lane, blocks, normalise_by_running_statist
 from fednoro.engine.streams import stream
 from fednoro.models import Packed
 
-ANCHORED = 512  # images that the anchor sees at once
+ANCHOR_BATCH = 512  # images that the anchor sees at once
 PAUSE = 16  # steps that are queued before others have their turn
 
 
@@ -40,7 +40,7 @@ class CudaLane(Lane):
     """A lane with a stream, and the fixed places that its graphs read and write."""
 
     pattern: Packed  # of more lanes
-    rehearsed: dict[Any, Rehearsal]
+    rehearsals: dict[Any, Rehearsal]
 
     def __init__(
         self,
@@ -55,37 +55,39 @@ class CudaLane(Lane):
         self.channels_last = precision != "fp32"
         self.fused = precision == "bf16" and device.type == "cuda" and image_kernel.available()
         if isinstance(net, CudaLane):
-            self.pattern, self._host_counts, self.rehearsed = (
+            self.pattern, self._host_counts, self.rehearsals = (
                 net.pattern,
                 net._host_counts,
-                net.rehearsed,
+                net.rehearsals,
             )
             self.net = self.pattern.twin()
         else:
             self.net = Packed(net.train(), device, self.channels_last)
             self._host_counts = _stop_counting(self.net)
-            self.pattern = self.net.shared()  # one that has been trained may resist to be copied
-            self.rehearsed = {}
+            self.pattern = self.net.alias()  # one that has been trained may resist to be copied
+            self.rehearsals = {}
         self.anchor = self.net.twin()
         self.anchor.net.eval().requires_grad_(False)
-        self._anchored: Tensor | None = None
+        self._anchor_values: Tensor | None = None
         self.parameters = [p for p in self.net.net.parameters() if p.requires_grad]
-        self.trained: Any = self.net.net
+        self.student: Any = self.net.net
         self.teacher: Any = self.anchor.net
         self.norms = self.net.norms
         if precision == "bf16":
-            self.trained, self.teacher = Half(self.net), Half(self.anchor)
-            self.norms = self.trained.norms
-            self.adam: Adam = HalfAdam(self.net, self.trained, self.parameters)
+            self.student, self.teacher = Half(self.net), Half(self.anchor)
+            self.norms = self.student.norms
+            self.adam: Adam = HalfAdam(self.net, self.student, self.parameters)
         else:
             self.adam = Adam(self.parameters)
-        self.forward: Any = self.trained
+        self.forward: Any = self.student
         if compiled:
             # each lane has a network of its own, and all share the code
             torch._dynamo.config.recompile_limit = 64
-            half = isinstance(self.trained, Half)
+            half = isinstance(self.student, Half)
             self.forward = (
-                self.trained.compiled() if half else torch.compile(self.trained, dynamic=False)
+                self.student.with_compiled_forward()
+                if half
+                else torch.compile(self.student, dynamic=False)
             )
         self.stream = stream(device)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -114,12 +116,12 @@ class CudaLane(Lane):
     def load(self, weights: Weights) -> None:
         super().load(weights)
         if self.precision == "bf16":
-            self.trained.refresh()
+            self.student.refresh()
 
     def anchor_to(self, weights: Weights) -> None:
-        before = self._anchored
+        before = self._anchor_values
         super().anchor_to(weights)
-        if self.precision == "bf16" and self._anchored is not before:
+        if self.precision == "bf16" and self._anchor_values is not before:
             self.teacher.refresh()
 
     def program(self, loss: Callable[[Step], Tensor], data: Inputs, draws: int) -> Program:
@@ -141,30 +143,30 @@ class CudaLane(Lane):
         for size in sorted(set(data.sizes), reverse=True):
             self._capture(program, images, weights, data, size, *parts[0][:2])
         self._begin(program, weights, data)
-        queued = 0
+        step_count = 0
         for first, last, sizes in parts:
             self._prepare(program, images, data, first, last)
             for size in sizes:
                 program.graphs[size].replay()
-                queued += 1
-                if queued % PAUSE == 0:
+                step_count += 1
+                if step_count % PAUSE == 0:
                     pause()
         return self._end(program, data)
 
-    def go_on(
-        self, program: Program, images: Images, weights: Weights, data: Inputs, halfway: Halfway
+    def resume(
+        self, program: Program, images: Images, weights: Weights, data: Inputs, state: TrainingState
     ) -> Tensor:
-        """The batch after `halfway` for a client that was trained elsewhere
+        """The batch after `state` for a client that was trained elsewhere
         until then; returns its loss.
         """
-        first, last = halfway.first, halfway.last
+        first, last = state.first, state.last
         self._capture(program, images, weights, data, last - first, first, last)
         self._begin(program, weights, data)
-        self.net.values.copy_(halfway.values)
-        torch._foreach_copy_(*self.adam.within(self.net, halfway.means, halfway.squares))
-        self.adam.count.copy_(halfway.count)
+        self.net.values.copy_(state.values)
+        torch._foreach_copy_(*self.adam.moments_and_places(self.net, state.means, state.squares))
+        self.adam.count.copy_(state.count)
         if self.precision == "bf16":
-            self.trained.refresh()
+            self.student.refresh()
         self._prepare(program, images, data, first, last)
         program.graphs[last - first].replay()
         return self._end(program, data)
@@ -188,14 +190,14 @@ class CudaLane(Lane):
         """Makes the graph for batches of this size, unless it is there; rehearsed
         on the images from `first` on.
         """
-        if size in program.graphs or self._captured_at_once(program, size):
+        if size in program.graphs or self._capture_at_once(program, size):
             return
-        if not self._knows(program, size):
+        if not self._take_rehearsal(program, size):
             # whatever was left behind: a rehearsal must not meet NaN
             self._begin(program, weights, data)
             self._prepare(program, images, data, first, last)
             self._rehearse(program, size)
-        program.graphs[size] = self._captured(program, size)
+        program.graphs[size] = self._make_graph(program, size)
 
     def _begin(self, program: Program, weights: Weights, data: Inputs) -> None:
         self.load(weights)
@@ -211,9 +213,9 @@ class CudaLane(Lane):
         """
         index, n = data.order[first:last], last - first
         if self.fused:
-            image_kernel.fill(self.x[:n], images, data.where[index], data.u[first:last])
+            image_kernel.fill(self.x[:n], images, data.positions[index], data.u[first:last])
         else:
-            x = images.batch(data.where[index], data.u[first:last, :DRAWS])
+            x = images.batch(data.positions[index], data.u[first:last, :DRAWS])
             self.x[:n].copy_(x.permute(0, 2, 3, 1) if self.channels_last else x)
         self.y[:n].copy_(data.labels[index])
         self.index[:n].copy_(index)
@@ -227,12 +229,12 @@ class CudaLane(Lane):
         """The anchor stays the same for a whole round: large batches of it cost
         far less than one in each step.
         """
-        if program.anchored is None:
+        if program.anchor_outputs is None:
             return
         with torch.no_grad(), self._autocast():
             for x, place in zip(
-                torch.split(self.x[:n], ANCHORED),
-                torch.split(program.anchored[:n], ANCHORED),
+                torch.split(self.x[:n], ANCHOR_BATCH),
+                torch.split(program.anchor_outputs[:n], ANCHOR_BATCH),
                 strict=True,
             ):
                 place.copy_(self.teacher(x.permute(0, 3, 1, 2) if self.channels_last else x))
@@ -240,53 +242,62 @@ class CudaLane(Lane):
     def _autocast(self) -> torch.autocast:
         return autocast(self.device, self.precision)
 
-    def _knows(self, program: Program, size: int) -> bool:
+    def _take_rehearsal(self, program: Program, size: int) -> bool:
         """Whether another lane has rehearsed this step; a network that is
         compiled rehearses in every lane.
         """
-        known = self.rehearsed.get((program.key, size))
-        if known is None or self.forward is not self.trained:
+        rehearsal = self.rehearsals.get((program.key, size))
+        if rehearsal is None or self.forward is not self.student:
             return False
-        program.passes[size] = known.passes
-        self._make_room(program, known)
+        program.passes[size] = rehearsal.passes
+        self._make_room(program, rehearsal)
         return True
 
-    def _captured_at_once(self, program: Program, size: int) -> bool:
+    def _capture_at_once(self, program: Program, size: int) -> bool:
         """Captures a step that has been rehearsed in another size; whether that worked."""
-        known = [
-            one
-            for (key, other), one in self.rehearsed.items()
+        rehearsals = [
+            rehearsal
+            for (key, other), rehearsal in self.rehearsals.items()
             if key == program.key and min(other, size) > 1
         ]
-        new = (program.key, size) not in self.rehearsed
-        if not known or not new or self.forward is not self.trained or self.device.type != "cuda":
+        is_new = (program.key, size) not in self.rehearsals
+        if (
+            not rehearsals
+            or not is_new
+            or self.forward is not self.student
+            or self.device.type != "cuda"
+        ):
             return False
-        self._make_room(program, known[0])
-        asked = program.anchored is not None
+        self._make_room(program, rehearsals[0])
+        uses_anchor = program.anchor_outputs is not None
         try:
-            with self._counting(program, size):
-                graph = self._captured(program, size)
+            with self._count_passes(program, size):
+                graph = self._make_graph(program, size)
         except UnsuitableError:  # libraries may have to set themselves up for this size
             self.pool = torch.cuda.graph_pool_handle()
             return False
-        if asked != (program.anchored is not None):
+        if uses_anchor != (program.anchor_outputs is not None):
             # a loss that asks the anchor in this size alone: made in the graph
-            program.anchored = None
+            program.anchor_outputs = None
             return False
         program.graphs[size] = graph
-        self.rehearsed[program.key, size] = Rehearsal(program.passes[size], known[0].anchored)
+        self.rehearsals[program.key, size] = Rehearsal(
+            program.passes[size], rehearsals[0].anchor_outputs
+        )
         return True
 
-    def _make_room(self, program: Program, known: Rehearsal) -> None:
-        if known.anchored is not None and program.anchored is None:
-            program.anchored = known.anchored.new_zeros((self.block, *known.anchored.shape[1:]))
+    def _make_room(self, program: Program, rehearsal: Rehearsal) -> None:
+        if rehearsal.anchor_outputs is not None and program.anchor_outputs is None:
+            program.anchor_outputs = rehearsal.anchor_outputs.new_zeros(
+                (self.block, *rehearsal.anchor_outputs.shape[1:])
+            )
 
-    def _captured(self, program: Program, size: int) -> Any:
+    def _make_graph(self, program: Program, size: int) -> Any:
         def step() -> None:
             normalise_by_running_statistics(self.norms, alone=size == 1)
             self.step(program, size)
 
-        return captured(self.device, self.pool, step)
+        return capture(self.device, self.pool, step)
 
     def _rehearse(self, program: Program, size: int) -> None:
         """A step outside of the graph, where libraries set themselves
@@ -294,17 +305,19 @@ class CudaLane(Lane):
         """
         normalise_by_running_statistics(self.norms, alone=size == 1)
         cuda = self.device.type == "cuda"
-        chance = torch.cuda.get_rng_state(self.device) if cuda else None
-        with self._counting(program, size):
+        random_state = torch.cuda.get_rng_state(self.device) if cuda else None
+        with self._count_passes(program, size):
             self.step(program, size, compiled=False)
-        if self.forward is not self.trained:
+        if self.forward is not self.student:
             self._rehearse_compiled(program, size)
-        if chance is not None and not torch.equal(chance, torch.cuda.get_rng_state(self.device)):
+        if random_state is not None and not torch.equal(
+            random_state, torch.cuda.get_rng_state(self.device)
+        ):
             raise UnsuitableError(
                 "the network draws random numbers, and a captured step would repeat them"
             )
-        said = None if program.anchored is None else program.anchored[:0]
-        self.rehearsed[program.key, size] = Rehearsal(program.passes[size], said)
+        empty_outputs = None if program.anchor_outputs is None else program.anchor_outputs[:0]
+        self.rehearsals[program.key, size] = Rehearsal(program.passes[size], empty_outputs)
 
     def _rehearse_compiled(self, program: Program, size: int) -> None:
         self.cursor.zero_()  # the block may hold no more than one batch
@@ -313,7 +326,7 @@ class CudaLane(Lane):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.forward = self.trained
+            self.forward = self.student
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             warnings.warn(
                 f"going on without torch.compile, which failed ({why})",
@@ -322,7 +335,7 @@ class CudaLane(Lane):
             )
 
     @contextmanager
-    def _counting(self, program: Program, size: int) -> Iterator[None]:
+    def _count_passes(self, program: Program, size: int) -> Iterator[None]:
         """Counts how often each norm is called inside the block: a loss may
         show the network several views.
         """
@@ -346,27 +359,31 @@ class CudaLane(Lane):
 
     def step(self, program: Program, size: int, compiled: bool = True) -> None:
         """One batch of the block, from the cursor on."""
-        at = self.cursor + self.offsets[:size]
-        x = self.x.index_select(0, at)
+        rows = self.cursor + self.offsets[:size]
+        x = self.x.index_select(0, rows)
         full = size == self.training.batch
         x = x.permute(0, 3, 1, 2) if self.channels_last else x
-        known = None if program.anchored is None else program.anchored.index_select(0, at)
-        anchor = Anchor(self.teacher, x, known)
+        outputs = (
+            None if program.anchor_outputs is None else program.anchor_outputs.index_select(0, rows)
+        )
+        anchor = Anchor(self.teacher, x, outputs)
         step = Step(
-            self.forward if full and compiled else self.trained,
+            self.forward if full and compiled else self.student,
             anchor,
             x,
-            self.y.index_select(0, at),
-            self.index.index_select(0, at),
+            self.y.index_select(0, rows),
+            self.index.index_select(0, rows),
             program.aux,
-            program.u.index_select(0, at),
-            {name: place.index_select(0, at) for name, place in program.rows.items()},
+            program.u.index_select(0, rows),
+            {name: place.index_select(0, rows) for name, place in program.rows.items()},
         )
         with self._autocast():
             value = program.loss(step)
-        if anchor.said is not None and program.anchored is None:
+        if anchor.new_outputs is not None and program.anchor_outputs is None:
             # from now on
-            program.anchored = anchor.said.new_zeros((self.block, *anchor.said.shape[1:]))
+            program.anchor_outputs = anchor.new_outputs.new_zeros(
+                (self.block, *anchor.new_outputs.shape[1:])
+            )
         self.descend(value, self.training)
         self.total.add_(value.detach() * size)
         self.cursor.add_(size)
@@ -381,22 +398,22 @@ class CudaLane(Lane):
         originals = [p for p, leaf in zip(self.parameters, leaves, strict=True) if p is not leaf]
         gradients = torch.autograd.grad(loss, [*leaves, *originals], allow_unused=True)
         direct = dict(zip(map(id, originals), gradients[len(leaves) :], strict=True))
-        whole = [
+        sums = [
             _sum(g, direct.get(id(p)))
             for g, p in zip(gradients[: len(leaves)], self.parameters, strict=True)
         ]
-        self.adam.step(whole, options)
+        self.adam.step(sums, options)
 
     def weights_after(self, program: Program, start: Weights, sizes: Sequence[int]) -> Weights:
         """The trained weights, with counters as BatchNorm would have counted."""
         if not self._host_counts:
             return self.net.weights()
-        seen = [program.passes[size] for size in sizes if size > 1]
-        counted = self.upload(
-            np.array(seen, dtype=np.int64).reshape(-1, len(self.norms)).sum(axis=0)
+        passes = [program.passes[size] for size in sizes if size > 1]
+        counters = self.upload(
+            np.array(passes, dtype=np.int64).reshape(-1, len(self.norms)).sum(axis=0)
         )
         return Weights(
-            self.net.ordinary(), start.counters.to(self.device) + counted, self.net.segments
+            self.net.ordinary(), start.counters.to(self.device) + counters, self.net.segments
         )
 
     def logits(
@@ -425,9 +442,9 @@ def _stop_counting(packed: Packed) -> bool:
     """Takes BatchNorm's counters out of the network, each a kernel of its own; False
     where it has other counters.
     """
-    counted = [n for n in packed.norms if n.num_batches_tracked is not None]
-    if any(norm.momentum is None for norm in counted) or len(counted) != packed.counters:
+    norms = [n for n in packed.norms if n.num_batches_tracked is not None]
+    if any(norm.momentum is None for norm in norms) or len(norms) != packed.counters:
         return False
-    for norm in counted:
+    for norm in norms:
         norm.num_batches_tracked = None
     return True

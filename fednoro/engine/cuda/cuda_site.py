@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fednoro.core.types import FloatArray, Step, Task, Weights
 from fednoro.engine.cuda.cuda_lane import CudaLane
-from fednoro.engine.cuda.greenlet_turns import Turns
+from fednoro.engine.cuda.greenlet_turns import Coroutine
 from fednoro.engine.cuda.training_request import Request
 from fednoro.engine.eager import EagerSite
 from fednoro.engine.lane import schedule
 
-ASKED = 256  # images of a client in one batch without gradients
+CLIENT_BATCH = 256  # images of a client in one batch without gradients
 
 
 @dataclass
@@ -28,8 +28,8 @@ class CudaSite(EagerSite):
     """
 
     lane: CudaLane
-    turns: Turns | None = None  # where others work meanwhile,
-    theirs: torch.cuda.Stream | None = None  # the stream of whoever sees to that,
+    coroutine: Coroutine | None = None  # where others work meanwhile,
+    main_stream: torch.cuda.Stream | None = None  # the stream of whoever sees to that,
     stacked: bool = False  # and whether several are trained together
 
     @property
@@ -40,9 +40,9 @@ class CudaSite(EagerSite):
         """All of one size: cuDNN plans for every other, which takes
         longer than the images themselves.
         """
-        size = min(ASKED, self.engine.evaluation_batch)
-        more = [(0, -len(array) % size), *[(0, 0)] * (array.ndim - 1)]
-        return torch.split(self.engine.upload(np.pad(array, more, mode="edge")), size)
+        size = min(CLIENT_BATCH, self.engine.evaluation_batch)
+        padding = [(0, -len(array) % size), *[(0, 0)] * (array.ndim - 1)]
+        return torch.split(self.engine.upload(np.pad(array, padding, mode="edge")), size)
 
     def to_array(self, tensor: Tensor) -> FloatArray:
         """A tensor for `Reply.arrays`, copied when the lane gets there: to wait for it
@@ -65,18 +65,18 @@ class CudaSite(EagerSite):
         """See `EagerSite.train`."""
         options = self.engine.training
         count = options.epochs if epochs is None else epochs
-        drawn = list(
+        epoch_list = list(
             schedule(self.engine.seed, task, self.client, self.size, draws, count, options.augment)
         )
-        request = Request(task, self.data, loss, aux, draws, rows or {}, drawn, self.lane)
+        request = Request(task, self.data, loss, aux, draws, rows or {}, epoch_list, self.lane)
         if self.stacked:
             return self._ask(request)  # type: ignore[no-any-return]
         return request.train_alone(self.engine.images, self._ask)
 
     def _ask(self, request: Request | None = None) -> Any:
         """Lets others work, until the request is fulfilled."""
-        if self.turns is None:
+        if self.coroutine is None:
             return None
-        # Turns share a thread, and with it the current stream and whether there are gradients.
-        with torch.cuda.stream(self.theirs), torch.enable_grad():
-            return self.turns.ask(request)
+        # Coroutines share a thread, and with it the current stream and whether there are gradients.
+        with torch.cuda.stream(self.main_stream), torch.enable_grad():
+            return self.coroutine.ask(request)

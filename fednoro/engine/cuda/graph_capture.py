@@ -25,7 +25,7 @@ class UnsuitableError(Exception):
 class Inputs:
     """What one client's training reads."""
 
-    where: Tensor  # N, its images' positions in the data set
+    positions: Tensor  # N, its images' positions in the data set
     labels: Tensor  # N
     order: Tensor  # all epochs, one after the other
     u: Tensor  # likewise, ×(DRAWS + draws)
@@ -46,9 +46,9 @@ class Program:
     rows: dict[str, Tensor]  # block×…
     u: Tensor  # block×draws
     # block×C, what the anchor says about the images, where the loss asks for it
-    anchored: Tensor | None = None
+    anchor_outputs: Tensor | None = None
     # those of `aux` that the loss changes, once that is known
-    updated: frozenset[str] | None = None
+    updated_aux: frozenset[str] | None = None
     graphs: dict[int, Any] = field(default_factory=dict)
     # by batch size: how often each norm sees a batch
     passes: dict[int, list[int]] = field(default_factory=dict)
@@ -78,20 +78,22 @@ class Programs(dict[Any, Program]):
                 synchronize(self.device)
                 del self[next(iter(self))]
 
-            def places(given: Mapping[str, Tensor], *shape: int, of: int = 0) -> dict[str, Tensor]:
+            def places(
+                tensors: Mapping[str, Tensor], *shape: int, first_dim: int = 0
+            ) -> dict[str, Tensor]:
                 return {
                     name: torch.zeros(
-                        (*shape, *value.shape[of:]), dtype=value.dtype, device=self.device
+                        (*shape, *value.shape[first_dim:]), dtype=value.dtype, device=self.device
                     )
-                    for name, value in given.items()
+                    for name, value in tensors.items()
                 }
 
             u = torch.zeros((self.room, draws), device=self.device)
             self[key] = Program(
-                key, loss, places(aux, *self.slots), places(rows, self.room, of=1), u
+                key, loss, places(aux, *self.slots), places(rows, self.room, first_dim=1), u
             )
-        self[key] = found = self.pop(key)  # the one that was used last
-        return found
+        self[key] = program = self.pop(key)  # the one that was used last
+        return program
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,11 @@ class Rehearsal:
     """What a step outside of a graph has shown, for every lane that captures the same one."""
 
     passes: list[int]
-    anchored: Tensor | None  # empty, of the shape and type of what the anchor says
+    anchor_outputs: Tensor | None  # empty, of the shape and type of what the anchor says
 
 
 @dataclass(frozen=True)
-class Halfway:
+class TrainingState:
     """A client's training between two batches: its weights, Adam's state,
     and where its next images are.
     """
@@ -141,7 +143,7 @@ def _identity(loss: Callable[[Step], Tensor]) -> Any:
 
 
 @dataclass(frozen=True)
-class Uncaptured:
+class UncapturedStep:
     """A step that is run anew each time: on a machine without a GPU, the
     same code as behind every graph.
     """
@@ -162,10 +164,10 @@ def _out_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
-def captured(device: torch.device, pool: Any, step: Callable[[], None]) -> Any:
+def capture(device: torch.device, pool: Any, step: Callable[[], None]) -> Any:
     """What replays a step on the current stream."""
     if device.type != "cuda":
-        return Uncaptured(step)
+        return UncapturedStep(step)
     graph = torch.cuda.CUDAGraph()
     try:
         # torch.cuda.graph() would empty the allocator's cache as well,

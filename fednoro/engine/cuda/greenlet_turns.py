@@ -17,7 +17,7 @@ class UnansweredError(Exception):
     """Whoever was to answer has failed."""
 
 
-class Turns:
+class Coroutine:
     """One client's work, which only runs while the others wait: their
     requests can be met together.
     """
@@ -39,7 +39,7 @@ class Turns:
         except BaseException as error:  # whatever it is, whoever waits must hear of it
             self.error = error
 
-    def go_on(self, answer: Any = None) -> None:
+    def resume(self, answer: Any = None) -> None:
         """Lets the work run until it asks or ends."""
         self.request = None
         self._work.switch(answer)
@@ -67,22 +67,24 @@ class Turns:
         return answer
 
 
-def meet(everybody: Sequence[Turns], answer: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-    """Runs all work to its end; `answer` gets the requests of all who wait at a time."""
+def run_all(
+    coroutines: Sequence[Coroutine], answer_all: Callable[[Sequence[Any]], Sequence[Any]]
+) -> None:
+    """Runs all work to its end; `answer_all` gets the requests of all who wait at a time."""
 
-    def heard(turns: Turns, said: Any = None) -> None:
-        turns.go_on(said)
-        if turns.error is not None and not isinstance(turns.error, Exception):  # Ctrl-C
-            raise turns.error
+    def resume(coroutine: Coroutine, answer: Any = None) -> None:
+        coroutine.resume(answer)
+        if coroutine.error is not None and not isinstance(coroutine.error, Exception):  # Ctrl-C
+            raise coroutine.error
 
     try:
-        for turns in everybody:
-            heard(turns)
-        while waiting := [turns for turns in everybody if not turns.done]:
-            answers = answer([turns.request for turns in waiting])
-            for turns, said in zip(waiting, answers, strict=True):
-                heard(turns, said)
+        for coroutine in coroutines:
+            resume(coroutine)
+        while waiting := [coroutine for coroutine in coroutines if not coroutine.done]:
+            answers = answer_all([coroutine.request for coroutine in waiting])
+            for coroutine, answer in zip(waiting, answers, strict=True):
+                resume(coroutine, answer)
     except BaseException:
-        for turns in everybody:
-            turns.cancel()
+        for coroutine in coroutines:
+            coroutine.cancel()
         raise

@@ -28,25 +28,25 @@ class Half(nn.Module):
         self.packed_values = packed.values
         # A copy of everything, of which convolutions and linear layers use their part.
         self.values = packed.values.to(torch.bfloat16)
-        net = packed.shared().net
+        net = packed.alias().net
         places = {
             id(p): view
             for p, view in zip(packed.tensors, packed.views_of(self.values), strict=True)
         }
-        made: dict[int, nn.Parameter] = {}
+        copies: dict[int, nn.Parameter] = {}
         for module in net.modules():
             if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)):
                 continue
             for name, tensor in module._parameters.items():
                 if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = nn.Parameter(
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = nn.Parameter(
                             places[id(tensor)], requires_grad=tensor.requires_grad
                         )
-                    module._parameters[name] = made[id(tensor)]
+                    module._parameters[name] = copies[id(tensor)]
         # Not registered: neither is a part with a name of its own.
         vars(self).update(_original=packed.net, _low=net, _call=net)
-        self.low = {id(p): made[id(p)] for p in packed.net.parameters() if id(p) in made}
+        self.low = {id(p): copies[id(p)] for p in packed.net.parameters() if id(p) in copies}
         self.training = packed.net.training
         self.norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
@@ -57,7 +57,7 @@ class Half(nn.Module):
     def forward(self, x: Tensor) -> Any:
         return self._call(x)
 
-    def compiled(self) -> Half:
+    def with_compiled_forward(self) -> Half:
         """The same network, whose forward pass is compiled."""
         fast = copy.copy(self)
         vars(fast)["_call"] = torch.compile(self._low, dynamic=False)
@@ -93,7 +93,7 @@ class HalfAdam(Adam):
         }
         self._places = [places[id(p)] for p in parameters]
 
-    def within(
+    def moments_and_places(
         self, packed: Packed, means: Tensor, squares: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
         return [*self.means, *self.squares], [
@@ -102,14 +102,15 @@ class HalfAdam(Adam):
         ]
 
     def step(self, gradients: Sequence[Tensor | None], options: Training) -> None:
-        given = [
+        placed_gradients = [
             (place, g) for place, g in zip(self._places, gradients, strict=True) if g is not None
         ]
         for place, g in zip(self._places, gradients, strict=True):
             if g is None:  # another loss may have left a gradient there
                 place.zero_()
-        for dtype in {g.dtype for _, g in given}:  # one kernel for all where the types are equal
-            pairs = [(place, g) for place, g in given if g.dtype == dtype]
+        # one kernel for all where the types are equal
+        for dtype in {g.dtype for _, g in placed_gradients}:
+            pairs = [(place, g) for place, g in placed_gradients if g.dtype == dtype]
             torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])
         super().step([self._gradient[: len(self.tensors[0])]], options)
         self._net.refresh()

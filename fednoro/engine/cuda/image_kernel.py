@@ -37,23 +37,10 @@ def _kernel() -> Any:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def draw(  # type: ignore[no-untyped-def]
-        images,
-        index,
-        u,
-        columns,
-        average,
-        deviation,
-        out,
-        height,
-        width,
-        rotate,
-        translate,
-        FLIP: tl.constexpr,  # noqa: N803
-        AUGMENT: tl.constexpr,  # noqa: N803
-        INPUTS: tl.constexpr,  # noqa: N803
-        CHANNELS: tl.constexpr,  # noqa: N803
-        P: tl.constexpr,  # noqa: N803
-    ):
+        images, index, u, columns, average, deviation, out, height, width, rotate, translate,
+        FLIP: tl.constexpr, AUGMENT: tl.constexpr, INPUTS: tl.constexpr,  # noqa: N803
+        CHANNELS: tl.constexpr, P: tl.constexpr,  # noqa: N803
+    ):  # fmt: skip
         n = tl.program_id(0)
         at = tl.program_id(1) * P + tl.arange(0, P)
         inside = at < height * width
@@ -82,12 +69,12 @@ def _kernel() -> Any:
                 for dy in tl.static_range(2):
                     for dx in tl.static_range(2):
                         r, k = top + dy, left + dx
-                        there = inside & (r >= 0) & (r < height) & (k >= 0) & (k < width)
+                        valid = inside & (r >= 0) & (r < height) & (k >= 0) & (k < width)
                         share = (right_share if dx else 1 - right_share) * (
                             low_share if dy else 1 - low_share
                         )
                         pixel = tl.load(
-                            picture + (r * width + k) * INPUTS + channel, mask=there, other=0
+                            picture + (r * width + k) * INPUTS + channel, mask=valid, other=0
                         )
                         value += share * (pixel.to(tl.float32) / 255)
             else:
@@ -110,14 +97,9 @@ def warm_up(device: torch.device) -> None:
         torch.zeros(1, device=device),
     )
     prepare(
-        pixel,
-        number.long(),
-        None,
-        number,
-        number + 1,
-        Augment(),
+        pixel, number.long(), None, number, number + 1, Augment(),
         torch.empty((1, 1, 1, 1), device=device),
-    )
+    )  # fmt: skip
 
 
 def fill(out: Tensor, images: Images, index: Tensor, u: Tensor | None = None) -> Tensor:
@@ -145,20 +127,7 @@ def prepare(
     _, height, width, inputs = images.shape
     active = u is not None and augment.active
     _kernel()[(len(index), -(-height * width // PIXELS))](
-        images,
-        index,
-        index if u is None else u,
-        0 if u is None else u.stride(0),
-        mean,
-        deviation,
-        out,
-        height,
-        width,
-        math.radians(augment.rotate),
-        augment.translate,
-        FLIP=augment.flip,
-        AUGMENT=active,
-        INPUTS=inputs,
-        CHANNELS=out.shape[3],
-        P=PIXELS,
-    )
+        images, index, index if u is None else u, 0 if u is None else u.stride(0), mean, deviation,
+        out, height, width, math.radians(augment.rotate), augment.translate,
+        FLIP=augment.flip, AUGMENT=active, INPUTS=inputs, CHANNELS=out.shape[3], P=PIXELS,
+    )  # fmt: skip

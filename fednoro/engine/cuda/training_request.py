@@ -57,8 +57,10 @@ class Request:
         sizes = batches(self.size, lane.training.batch) * len(self.epochs)
         with torch.cuda.stream(lane.stream):
             labels = self.client.labels.cpu().numpy()
-            where, y, order_there, u_there = map(lane.upload, (self.client.index, labels, order, u))
-        return Inputs(where, y, order_there, u_there, self.rows, self.aux, sizes)
+            positions, y, order_tensor, u_tensor = map(
+                lane.upload, (self.client.index, labels, order, u)
+            )
+        return Inputs(positions, y, order_tensor, u_tensor, self.rows, self.aux, sizes)
 
     def train_alone(
         self, images: Images, pause: Callable[[], Any] = lambda: None

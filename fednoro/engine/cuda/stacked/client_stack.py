@@ -28,25 +28,25 @@ from fednoro.engine.cuda.cuda_lane import CudaLane
 from fednoro.engine.cuda.graph_capture import (
     EVALUATION_PIXELS,
     PROGRAMS,
-    Halfway,
     Inputs,
     Program,
     Programs,
+    TrainingState,
     UnsuitableError,
     autocast,
-    captured,
+    capture,
 )
 from fednoro.engine.cuda.half_precision import Half
 from fednoro.engine.cuda.stacked import stacked_kernels
-from fednoro.engine.cuda.stacked.stacked_loss import losses, only
+from fednoro.engine.cuda.stacked.stacked_loss import restrict_to_members, slot_losses
 from fednoro.engine.cuda.stacked.stacked_net import StackedNet
 from fednoro.engine.cuda.stacked.stacked_ops import adam
 from fednoro.engine.cuda.training_request import Request
 from fednoro.engine.images import DRAWS, Images
-from fednoro.engine.streams import after, current, stream, synchronize
+from fednoro.engine.streams import current_stream, make_wait, stream, synchronize
 
 STEPS = 20_000  # of Adam, after which its corrections are 1 in float32
-PREPARED = 2**30  # bytes of images that are prepared at once
+PREPARED_BYTES = 2**30  # bytes of images that are prepared at once
 KINDS = 4  # of loss that are mixed: fewer than a stack keeps
 
 
@@ -63,7 +63,7 @@ class Participant:
     """A client in a stack, and what it does alone there."""
 
     def __init__(self, stack: Stack, program: Program, k: int, request: Request) -> None:
-        self.stack, self.shared, self.k, self.request = stack, program, k, request
+        self.stack, self.program, self.k, self.request = stack, program, k, request
         # Both until the next batch of its own: memory that is let go on another stream
         # would be used again too early.
         self.aux: Mapping[str, Tensor] = {}
@@ -74,7 +74,7 @@ class Participant:
         return self.request.inputs()
 
     @cached_property
-    def alone(self) -> Program:
+    def lane_program(self) -> Program:
         return self.request.lane.program(self.request.loss, self.inputs, self.request.draws)
 
     def finish_epoch(self, images: Images, epoch: int) -> None:
@@ -83,40 +83,44 @@ class Participant:
         """
         stack, request, lane, k = self.stack, self.request, self.request.lane, self.k
         batch, end = stack.training.batch, (epoch + 1) * self.request.size
-        self.aux = {name: self.shared.aux[name][k].clone() for name in self.changing}
+        self.aux = {name: self.program.aux[name][k].clone() for name in self.variable_aux}
         data = replace(self.inputs, aux={**request.aux, **self.aux})
         values, means, squares = (
             matrix[k, : stack.width] for matrix in (stack.nets.values, stack.means, stack.squares)
         )
-        halfway = Halfway(values, means, squares, stack.count[k], end - request.size % batch, end)
-        stack.alone[k].add_(lane.go_on(self.alone, images, request.task.weights, data, halfway))
+        state = TrainingState(
+            values, means, squares, stack.count[k], end - request.size % batch, end
+        )
+        stack.lane_total[k].add_(
+            lane.resume(self.lane_program, images, request.task.weights, data, state)
+        )
         values.copy_(lane.net.values)
         self.count = lane.adam.count.clone()
         if epoch + 1 < len(request.epochs):
             stack.nets.low[k, : stack.width].copy_(values)
-            here, there = lane.adam.within(lane.net, means, squares)
-            torch._foreach_copy_(there, here)
+            moments, places = lane.adam.moments_and_places(lane.net, means, squares)
+            torch._foreach_copy_(places, moments)
 
     @property
-    def changing(self) -> Collection[str]:
+    def variable_aux(self) -> Collection[str]:
         """What the loss may update from batch to batch."""
-        return self.shared.aux if self.shared.updated is None else self.shared.updated
+        return self.program.aux if self.program.updated_aux is None else self.program.updated_aux
 
     def rejoin(self) -> None:
         """Brings to the others what their steps would have overwritten."""
         if self.count is not None:
             self.stack.count[self.k].copy_(self.count)
         for name, value in self.aux.items():
-            self.shared.aux[name][self.k].copy_(value)
+            self.program.aux[name][self.k].copy_(value)
 
     def passes(self) -> NDArray[np.int64]:
         """How often each norm has seen a batch."""
         batch, epochs = self.stack.training.batch, len(self.request.epochs)
-        full, rest = divmod(self.request.size, batch)
-        seen = epochs * full * np.array(self.shared.passes.get(batch, [0]))
-        if rest > 1 and epochs:
-            seen = seen + epochs * np.array(self.alone.passes[rest])
-        return np.broadcast_to(seen, len(self.stack.packed.norms)).astype(np.int64)
+        full, last_batch = divmod(self.request.size, batch)
+        passes = epochs * full * np.array(self.program.passes.get(batch, [0]))
+        if last_batch > 1 and epochs:
+            passes = passes + epochs * np.array(self.lane_program.passes[last_batch])
+        return np.broadcast_to(passes, len(self.stack.packed.norms)).astype(np.int64)
 
 
 class Stack:
@@ -126,11 +130,8 @@ class Stack:
         self, lane: CudaLane, shape: tuple[int, ...], training: Training, slots: int
     ) -> None:
         self.device, self.training, self.slots, self.upload = (
-            lane.device,
-            training,
-            slots,
-            lane.upload,
-        )
+            lane.device, training, slots, lane.upload,
+        )  # fmt: skip
         device, batch = self.device, training.batch
         packed = lane.pattern.twin()
         self.precision = lane.precision
@@ -140,7 +141,7 @@ class Stack:
         self.anchor = lane.pattern.twin()
         self.anchor.net.eval().requires_grad_(False)
         self.teacher: Any = Half(self.anchor) if half else self.anchor.net
-        self._anchored: Tensor | None = None
+        self._anchor_values: Tensor | None = None
         self.means, self.squares = (
             torch.zeros_like(self.nets.values),
             torch.zeros_like(self.nets.values),
@@ -150,8 +151,10 @@ class Stack:
         factors = [training.lr / (1 - 0.9**steps), (1 - 0.999**steps).rsqrt()]
         self.factors = torch.stack(factors, 1).float().to(device)  # of Adam, by its step
         channels, height, width = shape
-        self.room = max(slots * batch, PREPARED // (4 * channels * height * width) // batch * batch)
-        self.at_once = max(batch, EVALUATION_PIXELS // (height * width))
+        self.room = max(
+            slots * batch, PREPARED_BYTES // (4 * channels * height * width) // batch * batch
+        )
+        self.anchor_batch = max(batch, EVALUATION_PIXELS // (height * width))
         self.fused = device.type == "cuda"
         self.x = torch.zeros((self.room, height, width, channels), device=device)
         self.y = torch.zeros(self.room, dtype=torch.int64, device=device)
@@ -159,19 +162,20 @@ class Stack:
         self.offsets = torch.arange(batch, device=device)
         self.start = torch.zeros(slots, dtype=torch.int64, device=device)
         # full batches of what is prepared
-        self.left = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.batch_counts = torch.zeros(slots, dtype=torch.int64, device=device)
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
         # of the losses in steps together, and in steps alone
         self.total = torch.zeros(slots, device=device)
-        self.alone = torch.zeros(slots, device=device)
+        self.lane_total = torch.zeros(slots, device=device)
         # before what its clients do alone, and before gradients for weights
         self.stream = stream(device, priority=-1)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs = Programs(device, self.room, slots)
-        self.whose = torch.zeros(slots, dtype=torch.int64, device=device)  # number of the loss
+        # number of the loss
+        self.loss_numbers = torch.zeros(slots, dtype=torch.int64, device=device)
         # with the order of the losses
         self._graphs: dict[frozenset[Program], tuple[Iterable[Program], Any]] = {}
-        after(self.stream, current(device))
+        make_wait(self.stream, current_stream(device))
 
     # One exchange
 
@@ -184,39 +188,39 @@ class Stack:
         lanes = list({id(r.lane): r.lane for r in requests}.values())
         batch = self.training.batch
         for lane in lanes:
-            after(self.stream, lane.stream)
+            make_wait(self.stream, lane.stream)
         with torch.cuda.stream(self.stream):
             parts = self._parts_of(requests)
             graph = self._graph(parts, images)
             self._begin(parts)
-        asked = [request for part in parts for request in part.requests]
-        finished: dict[int, list[Participant]] = {}
+        ordered_requests = [request for part in parts for request in part.requests]
+        by_batch_count: dict[int, list[Participant]] = {}
         participants = [
             Participant(self, part.program, part.first + i, request)
             for part in parts
             for i, request in enumerate(part.requests)
         ]
-        for one in participants:
-            finished.setdefault(one.request.size // batch, []).append(one)
-        for number in range(len(asked[0].epochs)):
-            self._rest(finished.get(0, []), images, number)
-            for first, last in self._runs(asked):
+        for participant in participants:
+            by_batch_count.setdefault(participant.request.size // batch, []).append(participant)
+        for epoch in range(len(ordered_requests[0].epochs)):
+            self._finish_epochs(by_batch_count.get(0, []), images, epoch)
+            for first, last in self._step_runs(ordered_requests):
                 with torch.cuda.stream(self.stream):
-                    self._prepare(parts, images, number, first, last)
+                    self._prepare(parts, images, epoch, first, last)
                 for step in range(first, last):
                     with torch.cuda.stream(self.stream):
                         graph.replay()
-                    self._rest(finished.get(step + 1, []), images, number)
+                    self._finish_epochs(by_batch_count.get(step + 1, []), images, epoch)
                     yield
             for lane in lanes:
-                after(self.stream, lane.stream)
+                make_wait(self.stream, lane.stream)
             with torch.cuda.stream(self.stream):
-                for one in participants:
-                    one.rejoin()
+                for participant in participants:
+                    participant.rejoin()
         with torch.cuda.stream(self.stream):
             self._answer(participants)
         for lane in lanes:
-            after(lane.stream, self.stream)
+            make_wait(lane.stream, self.stream)
 
     def _parts_of(self, requests: Sequence[Request]) -> list[Part]:
         groups: dict[Program, list[Request]] = {}
@@ -234,28 +238,30 @@ class Stack:
 
     def _answer(self, participants: Sequence[Participant]) -> None:
         """Puts the trained weights and the mean losses into the requests."""
-        asked = [one.request for one in participants]
-        start, n = asked[0].task.weights, len(asked)
-        seen = self.upload(np.stack([one.passes() for one in participants]))
-        counters = start.counters.to(self.device) + seen
+        requests = [participant.request for participant in participants]
+        start, count = requests[0].task.weights, len(requests)
+        passes = self.upload(np.stack([participant.passes() for participant in participants]))
+        counters = start.counters.to(self.device) + passes
         images = self.upload(
-            np.array([max(r.size * len(r.epochs), 1) for r in asked], dtype=np.float32)
+            np.array([max(r.size * len(r.epochs), 1) for r in requests], dtype=np.float32)
         )
-        means = (self.total + self.alone)[:n] / images
-        for one, counted, loss in zip(participants, counters, means, strict=True):
-            values = self.packed.ordinary(self.nets.values[one.k, : self.width])
-            for name in one.changing:
-                one.request.aux[name].copy_(one.shared.aux[name][one.k])
-            one.request.answer = Weights(values, counted, self.packed.segments), loss
+        means = (self.total + self.lane_total)[:count] / images
+        for participant, counts, loss in zip(participants, counters, means, strict=True):
+            values = self.packed.ordinary(self.nets.values[participant.k, : self.width])
+            for name in participant.variable_aux:
+                participant.request.aux[name].copy_(participant.program.aux[name][participant.k])
+            participant.request.answer = Weights(values, counts, self.packed.segments), loss
 
-    def _rest(self, participants: Sequence[Participant], images: Images, epoch: int) -> None:
+    def _finish_epochs(
+        self, participants: Sequence[Participant], images: Images, epoch: int
+    ) -> None:
         """Their last, smaller batches, each in its lane, while the others go on."""
-        for one in participants:
-            if one.request.size % self.training.batch:
-                lane = one.request.lane
-                after(lane.stream, self.stream)
+        for participant in participants:
+            if participant.request.size % self.training.batch:
+                lane = participant.request.lane
+                make_wait(lane.stream, self.stream)
                 with torch.cuda.stream(lane.stream):
-                    one.finish_epoch(images, epoch)
+                    participant.finish_epoch(images, epoch)
 
     # Where things are put
 
@@ -263,32 +269,32 @@ class Stack:
         weights = parts[0].requests[0].task.weights
         self.packed.load(weights, counters=False)
         self.nets.load(self.packed.values)
-        if self._anchored is not weights.values:
+        if self._anchor_values is not weights.values:
             self.anchor.load(weights, counters=False)
             if self.precision == "bf16":
                 self.teacher.refresh()
-            self._anchored = weights.values
+            self._anchor_values = weights.values
         torch._foreach_zero_(
-            [self.means, self.squares, self.count, self.total, self.alone, self.whose]
+            [self.means, self.squares, self.count, self.total, self.lane_total, self.loss_numbers]
         )
         for number, part in enumerate(parts):
             first, last = part.first, part.first + len(part.requests)
-            self.whose[first:last] = number
+            self.loss_numbers[first:last] = number
             for name, place in part.program.aux.items():
-                mine = torch.stack([request.aux[name].to(self.device) for request in part.requests])
-                place.copy_(mine[0])  # somebody's values for those whose loss it is not
-                place[first:last].copy_(mine)
+                aux = torch.stack([request.aux[name].to(self.device) for request in part.requests])
+                place.copy_(aux[0])  # somebody's values for those whose loss it is not
+                place[first:last].copy_(aux)
 
-    def _runs(self, asked: Sequence[Request]) -> Iterator[tuple[int, int]]:
+    def _step_runs(self, requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
         """Runs of steps whose images fit into the room: first and last step of an epoch."""
-        full = [request.size // self.training.batch for request in asked]
-        first, held = 0, 0
+        full = [request.size // self.training.batch for request in requests]
+        first, image_count = 0, 0
         for step in range(max(full)):
-            more = self.training.batch * sum(count > step for count in full)
-            if held + more > self.room:
+            step_images = self.training.batch * sum(count > step for count in full)
+            if image_count + step_images > self.room:
                 yield first, step
-                first, held = step, 0
-            held += more
+                first, image_count = step, 0
+            image_count += step_images
         if first < max(full):
             yield first, max(full)
 
@@ -300,18 +306,18 @@ class Stack:
         begin = 0
         for part in parts:
             full = [min(last, r.size // self.training.batch) for r in part.requests]
-            mine = [
+            slices = [
                 slice(min(first, n) * self.training.batch, n * self.training.batch) for n in full
             ]
-            orders = [r.epochs[epoch].order[s] for r, s in zip(part.requests, mine, strict=True)]
+            orders = [r.epochs[epoch].order[s] for r, s in zip(part.requests, slices, strict=True)]
             counts[part.first : part.first + len(orders)] = [len(order) for order in orders]
             u = np.concatenate(
-                [r.epochs[epoch].u[s] for r, s in zip(part.requests, mine, strict=True)]
+                [r.epochs[epoch].u[s] for r, s in zip(part.requests, slices, strict=True)]
             )
             self._place(part, images, orders, u, begin)
             begin += len(u)
         self.start.copy_(self.upload(np.cumsum(counts) - counts))
-        self.left.copy_(self.upload(counts // self.training.batch))
+        self.batch_counts.copy_(self.upload(counts // self.training.batch))
         self.cursor.zero_()
 
     def _place(
@@ -325,34 +331,33 @@ class Stack:
         """Images of clients with one kind of loss, from place `begin` on."""
         if not len(uniforms):  # others of another kind have some left
             return
-        program, asked = part.program, part.requests
-        here = slice(begin, begin + len(uniforms))
-        where = self.upload(
-            np.concatenate([r.client.index[order] for r, order in zip(asked, orders, strict=True)])
+        program, requests = part.program, part.requests
+        block = slice(begin, begin + len(uniforms))
+        positions = self.upload(
+            np.concatenate([r.client.index[o] for r, o in zip(requests, orders, strict=True)])
         )
         u = self.upload(uniforms)
         if self.fused:
-            image_kernel.fill(self.x[here], images, where, u)
+            image_kernel.fill(self.x[block], images, positions, u)
         else:
-            self.x[here].copy_(images.batch(where, u[:, :DRAWS]).permute(0, 2, 3, 1))
-        labels = [
-            r.client.labels.cpu().numpy()[order] for r, order in zip(asked, orders, strict=True)
-        ]
-        self.y[here].copy_(self.upload(np.concatenate(labels)))
-        self.index[here].copy_(self.upload(np.concatenate(orders)))
-        program.u[here].copy_(u[:, DRAWS:])
+            self.x[block].copy_(images.batch(positions, u[:, :DRAWS]).permute(0, 2, 3, 1))
+        labels = [r.client.labels.cpu().numpy()[o] for r, o in zip(requests, orders, strict=True)]
+        self.y[block].copy_(self.upload(np.concatenate(labels)))
+        self.index[block].copy_(self.upload(np.concatenate(orders)))
+        program.u[block].copy_(u[:, DRAWS:])
         for name, place in program.rows.items():
-            mine = [
+            client_rows = [
                 r.rows[name].to(self.device)[self.upload(o)]
-                for r, o in zip(asked, orders, strict=True)
+                for r, o in zip(requests, orders, strict=True)
             ]
-            place[here].copy_(torch.cat(mine))
-        if program.anchored is not None:
+            place[block].copy_(torch.cat(client_rows))
+        if program.anchor_outputs is not None:
             with torch.no_grad(), autocast(self.device, self.precision):
-                both = (
-                    torch.split(flat[here], self.at_once) for flat in (self.x, program.anchored)
+                pairs = (
+                    torch.split(flat[block], self.anchor_batch)
+                    for flat in (self.x, program.anchor_outputs)
                 )
-                for x, place in zip(*both, strict=True):
+                for x, place in zip(*pairs, strict=True):
                     place.copy_(self.teacher(x.permute(0, 3, 1, 2)))
 
     # A step
@@ -372,14 +377,12 @@ class Stack:
                 del self._graphs[next(iter(self._graphs))]
             self._rehearse(parts, images)
             synchronize(self.device)
-            self._graphs[key] = (
-                programs,
-                captured(self.device, self.pool, lambda: self.step(programs)),
-            )
+            graph = capture(self.device, self.pool, lambda: self.step(programs))
+            self._graphs[key] = programs, graph
         if key not in self._graphs:
             return None
-        self._graphs[key] = found = self._graphs.pop(key)  # the one that was used last
-        return found[1]
+        self._graphs[key] = entry = self._graphs.pop(key)  # the one that was used last
+        return entry[1]
 
     def _rehearse(self, parts: Sequence[Part], images: Images) -> None:
         """A step outside of a graph, where kernels are compiled."""
@@ -407,29 +410,33 @@ class Stack:
     def step(self, programs: Sequence[Program]) -> None:
         """One batch of every client that has one."""
         nets, slots, batch = self.nets, self.slots, self.training.batch
-        active = self.cursor < self.left * batch
+        active = self.cursor < self.batch_counts * batch
         nets.active.copy_(active)
-        at = (self.start[:, None] + self.cursor + self.offsets).clamp_(max=self.room - 1).flatten()
+        rows = (
+            (self.start[:, None] + self.cursor + self.offsets).clamp_(max=self.room - 1).flatten()
+        )
 
-        def mine(flat: Tensor) -> Tensor:
-            return flat.index_select(0, at).view(slots, batch, *flat.shape[1:])
+        def gather(flat: Tensor) -> Tensor:
+            return flat.index_select(0, rows).view(slots, batch, *flat.shape[1:])
 
-        given: dict[str, Any] = {
-            "x": mine(self.x).permute(0, 1, 4, 2, 3), "y": mine(self.y), "index": mine(self.index),
-            "parameters": list(nets.leaves.values()),
+        inputs: dict[str, Any] = {
+            "x": gather(self.x).permute(0, 1, 4, 2, 3), "y": gather(self.y),
+            "index": gather(self.index), "parameters": list(nets.leaves.values()),
         }  # fmt: skip
         if len(programs) == 1:
-            values = losses(programs[0], nets, self.teacher, given, mine, active, self.precision)
+            values = slot_losses(
+                programs[0], nets, self.teacher, inputs, gather, active, self.precision
+            )
         else:
             values = torch.zeros(slots, device=self.device)
-            given["logits"] = nets.logits(given["x"])
+            inputs["logits"] = nets.logits(inputs["x"])
             for number, program in enumerate(programs):
-                theirs = self.whose == number
-                common = only(given, theirs, active)
-                found = losses(
-                    program, nets, self.teacher, common, mine, active & theirs, self.precision
+                members = self.loss_numbers == number
+                common = restrict_to_members(inputs, members, active)
+                member_losses = slot_losses(
+                    program, nets, self.teacher, common, gather, active & members, self.precision
                 )
-                values = values + torch.where(theirs, found, 0)
+                values = values + torch.where(members, member_losses, 0)
         self._descend(active, nets.collect(values.sum()))
         self.total.add_(torch.where(active, values.detach() * batch, 0))
         self.cursor.add_(batch)

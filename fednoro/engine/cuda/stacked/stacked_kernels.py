@@ -17,13 +17,13 @@ from torch import Tensor
 SLOTS = 24  # networks at most
 # maps of so many channels, and fewer, have this many in memory; a row of a window is one product
 FEW_CHANNELS = 4
-ENOUGH = 1024  # blocks that keep a GPU busy
-LEAST = 512  # pixels of a block's share of a sum
+BUSY_BLOCKS = 1024  # blocks that keep a GPU busy
+LEAST_PIXELS = 512  # pixels of a block's share of a sum
 CHUNKS = 32  # parts of a map whose statistics are taken side by side
 COLUMNS = 64  # channels that a block handles
 ROWS = 64  # pixels that it handles at a time
-SMALL = (64, 256)  # maps of so many pixels at most are normalised in one go
-NARROW = 32  # channels of a block that does
+SMALL_MAPS = (64, 256)  # maps of so many pixels at most are normalised in one go
+NARROW_COLUMNS = 32  # channels of a block that does
 ENTRIES = 1024  # weights that a block of Adam updates
 COMPILERS = 8  # threads
 
@@ -40,36 +40,36 @@ def _layers() -> Any:
     return triton_layers
 
 
-_collected: list[tuple[Any, tuple[Any, ...], dict[str, int]]] | None = None
+_launches: list[tuple[Any, tuple[Any, ...], dict[str, int]]] | None = None
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: int) -> None:
-    if _collected is None:
+    if _launches is None:
         kernel[grid](*args, **options)
     else:
-        _collected.append((kernel, args, options))
+        _launches.append((kernel, args, options))
 
 
 def compile_ahead(device: torch.device, work: Callable[[], object]) -> None:
     """Compiles the kernels that `work` calls, several at a time; they are not run, so
     that its results mean nothing.
     """
-    global _collected
-    _collected = []
+    global _launches
+    _launches = []
     try:
         work()
-        calls = {_signature(*call): call for call in _collected}
+        calls = {_signature(*call): call for call in _launches}
     finally:
-        _collected = None
+        _launches = None
     number = torch.cuda.current_device() if device.index is None else device.index
     with ThreadPoolExecutor(
         COMPILERS, initializer=torch.cuda.set_device, initargs=(number,)
     ) as pool:
-        for done in [
+        for future in [
             pool.submit(k.warmup, *args, grid=(1,), **options)
             for k, args, options in calls.values()
         ]:
-            done.result()
+            future.result()
 
 
 def _signature(kernel: Any, args: Sequence[Any], options: Mapping[str, int]) -> Any:
@@ -104,28 +104,10 @@ def convolve(x: Tensor, w: Tensor, y: Tensor, active: Tensor, stride: int, pad: 
         ((128, 64, _power_of_two(kw * few)), 4) if few else _tile(pixels, outputs, inputs, w)
     )
     _launch(
-        _convolution().forward,
-        (-(-pixels // tile[0]), outputs // tile[1], slots),
-        x,
-        w,
-        y,
-        active,
-        w.stride(0),
-        batch,
-        height,
-        width,
-        *y.shape[2:4],
-        inputs,
-        outputs,
-        kh,
-        kw,
-        pad,
-        stride,
-        few,
-        *tile,
-        num_warps=warps,
-        num_stages=3,
-    )
+        _convolution().forward, (-(-pixels // tile[0]), outputs // tile[1], slots),
+        x, w, y, active, w.stride(0), batch, height, width, *y.shape[2:4], inputs, outputs, kh, kw,
+        pad, stride, few, *tile, num_warps=warps, num_stages=3,
+    )  # fmt: skip
 
 
 def convolve_back(dy: Tensor, w: Tensor, dx: Tensor, active: Tensor, stride: int, pad: int) -> None:
@@ -134,27 +116,10 @@ def convolve_back(dy: Tensor, w: Tensor, dx: Tensor, active: Tensor, stride: int
     pixels = batch * height * width
     tile, warps = _tile(pixels, inputs, outputs, w)
     _launch(
-        _convolution().to_input,
-        (-(-pixels // tile[0]), inputs // tile[1], slots),
-        dy,
-        w,
-        dx,
-        active,
-        w.stride(0),
-        batch,
-        height,
-        width,
-        *dy.shape[2:4],
-        inputs,
-        outputs,
-        kh,
-        kw,
-        pad,
-        stride,
-        *tile,
-        num_warps=warps,
-        num_stages=3,
-    )
+        _convolution().to_input, (-(-pixels // tile[0]), inputs // tile[1], slots),
+        dy, w, dx, active, w.stride(0), batch, height, width, *dy.shape[2:4], inputs, outputs, kh,
+        kw, pad, stride, *tile, num_warps=warps, num_stages=3,
+    )  # fmt: skip
 
 
 def convolve_weights(
@@ -166,34 +131,19 @@ def convolve_weights(
     tile = (64, _power_of_two(kw * few), 64) if few else (64 if outputs < 128 else 128, 64, 64)
     tiles, columns = outputs // tile[0], kh if few else kh * kw * (inputs // tile[1])
     # By rule, not by how many there are: the order of a sum shows in its last bits.
-    parts = max(1, min(pixels // LEAST, -(-ENOUGH // (tiles * columns * SLOTS)))) if few else 1
+    parts = (
+        max(1, min(pixels // LEAST_PIXELS, -(-BUSY_BLOCKS // (tiles * columns * SLOTS))))
+        if few
+        else 1
+    )
     share = -(-pixels // parts // tile[2]) * tile[2]
     parts = -(-pixels // share)
     out = dw if parts == 1 else torch.empty((slots, parts, *dw.shape[1:]), device=dw.device)
     _launch(
-        _convolution().to_weights,
-        (tiles * parts, columns, slots),
-        x,
-        dy,
-        out,
-        active,
-        out.stride(0),
-        share,
-        batch,
-        height,
-        width,
-        *dy.shape[2:4],
-        inputs,
-        outputs,
-        kh,
-        kw,
-        pad,
-        stride,
-        few,
-        *tile,
-        num_warps=4,
-        num_stages=3,
-    )
+        _convolution().to_weights, (tiles * parts, columns, slots),
+        x, dy, out, active, out.stride(0), share, batch, height, width, *dy.shape[2:4], inputs,
+        outputs, kh, kw, pad, stride, few, *tile, num_warps=4, num_stages=3,
+    )  # fmt: skip
     if parts > 1:
         dw.copy_(out.sum(1))
 
@@ -215,137 +165,62 @@ def _power_of_two(least: int) -> int:
 
 
 def normalise(
-    y: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    shortcut: Tensor | None,
-    z: Tensor,
-    saved: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    active: Tensor,
-    eps: float,
-    momentum: float,
-    relu: bool,
-) -> None:
+    y: Tensor, gamma: Tensor, beta: Tensor, shortcut: Tensor | None, z: Tensor, statistics: Tensor,
+    mean: Tensor, var: Tensor, active: Tensor, eps: float, momentum: float, relu: bool,
+) -> None:  # fmt: skip
     """Puts relu(norm(y) + shortcut) into `z`; the maps' own statistics go to
-    `saved` and into the running ones.
+    `statistics` and into the running ones.
     """
     (slots, *_, channels), (pixels, rows) = y.shape, _chunks(y)
     strides = gamma.stride(0), mean.stride(0)
-    given = gamma, beta, y if shortcut is None else shortcut, z, saved, mean, var, active, *strides
+    arguments = (
+        gamma, beta, y if shortcut is None else shortcut, z, statistics, mean, var, active,
+        *strides,
+    )  # fmt: skip
     flags = int(relu), int(shortcut is not None), eps, momentum, channels
     block = _block(pixels)
     if block:
         _launch(
-            _layers().normalise_small,
-            (channels // NARROW, slots),
-            y,
-            *given,
-            pixels,
-            *flags,
-            block,
-            NARROW,
-            num_warps=4,
-        )
+            _layers().normalise_small, (channels // NARROW_COLUMNS, slots),
+            y, *arguments, pixels, *flags, block, NARROW_COLUMNS, num_warps=4,
+        )  # fmt: skip
         return
     parts, columns = (
-        y.new_empty((slots, CHUNKS, 2, channels), dtype=saved.dtype),
+        y.new_empty((slots, CHUNKS, 2, channels), dtype=statistics.dtype),
         channels // COLUMNS,
     )
     _launch(
-        _layers().moments,
-        (-(-pixels // rows), columns, slots),
-        y,
-        parts,
-        active,
-        pixels,
-        rows,
-        channels,
-        CHUNKS,
-        ROWS,
-        COLUMNS,
-        num_warps=4,
-    )
+        _layers().moments, (-(-pixels // rows), columns, slots),
+        y, parts, active, pixels, rows, channels, CHUNKS, ROWS, COLUMNS, num_warps=4,
+    )  # fmt: skip
     _launch(
-        _layers().normalise,
-        (-(-pixels // ROWS), columns, slots),
-        y,
-        parts,
-        *given,
-        pixels,
-        rows,
-        *flags,
-        CHUNKS,
-        ROWS,
-        COLUMNS,
-        num_warps=4,
-    )
+        _layers().normalise, (-(-pixels // ROWS), columns, slots),
+        y, parts, *arguments, pixels, rows, *flags, CHUNKS, ROWS, COLUMNS, num_warps=4,
+    )  # fmt: skip
 
 
 def normalise_back(
-    dz: Tensor,
-    z: Tensor,
-    y: Tensor,
-    saved: Tensor,
-    gamma: Tensor,
-    dy: Tensor,
-    dshortcut: Tensor | None,
-    dgamma: Tensor,
-    dbeta: Tensor,
-    active: Tensor,
-    relu: bool,
-) -> None:
+    dz: Tensor, z: Tensor, y: Tensor, statistics: Tensor, gamma: Tensor, dy: Tensor,
+    dshortcut: Tensor | None, dgamma: Tensor, dbeta: Tensor, active: Tensor, relu: bool,
+) -> None:  # fmt: skip
     """The gradients of `normalise`."""
     (slots, *_, channels), (pixels, rows) = y.shape, _chunks(y)
-    block, parts = _block(pixels), saved
+    block, parts = _block(pixels), statistics
     if not block:
-        parts = y.new_empty((slots, CHUNKS, 2, channels), dtype=saved.dtype)
+        parts = y.new_empty((slots, CHUNKS, 2, channels), dtype=statistics.dtype)
         _launch(
-            _layers().sums,
-            (-(-pixels // rows), channels // COLUMNS, slots),
-            dz,
-            z,
-            y,
-            saved,
-            parts,
-            active,
-            pixels,
-            rows,
-            int(relu),
-            channels,
-            CHUNKS,
-            ROWS,
-            COLUMNS,
-            num_warps=4,
-        )
-    width = NARROW if block else COLUMNS
+            _layers().sums, (-(-pixels // rows), channels // COLUMNS, slots),
+            dz, z, y, statistics, parts, active, pixels, rows, int(relu), channels, CHUNKS, ROWS,
+            COLUMNS, num_warps=4,
+        )  # fmt: skip
+    width = NARROW_COLUMNS if block else COLUMNS
     _launch(
-        _layers().denormalise,
-        (-(-pixels // (block or ROWS)), channels // width, slots),
-        dz,
-        z,
-        y,
-        saved,
-        parts,
-        gamma,
-        dy,
-        dy if dshortcut is None else dshortcut,
-        dgamma,
-        dbeta,
-        active,
-        gamma.stride(0),
-        dgamma.stride(0),
-        pixels,
-        rows,
-        int(relu),
-        int(dshortcut is not None),
-        channels,
-        0 if block else CHUNKS,
-        block or ROWS,
-        width,
+        _layers().denormalise, (-(-pixels // (block or ROWS)), channels // width, slots),
+        dz, z, y, statistics, parts, gamma, dy, dy if dshortcut is None else dshortcut, dgamma,
+        dbeta, active, gamma.stride(0), dgamma.stride(0), pixels, rows, int(relu),
+        int(dshortcut is not None), channels, 0 if block else CHUNKS, block or ROWS, width,
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def _chunks(y: Tensor) -> tuple[int, int]:
@@ -356,7 +231,7 @@ def _chunks(y: Tensor) -> tuple[int, int]:
 
 def _block(pixels: int) -> int:
     """Pixels of a block that holds a whole map; 0 where that is too large."""
-    return next((size for size in SMALL if pixels <= size), 0)
+    return next((size for size in SMALL_MAPS if pixels <= size), 0)
 
 
 def pool(x: Tensor, y: Tensor, taps: Tensor, active: Tensor) -> None:
@@ -365,82 +240,38 @@ def pool(x: Tensor, y: Tensor, taps: Tensor, active: Tensor) -> None:
     """
     (slots, batch, height, width, channels), (_, _, rows, columns, _) = x.shape, y.shape
     _launch(
-        _layers().pool,
-        (-(-batch * rows * columns // ROWS), channels // COLUMNS, slots),
-        x,
-        y,
-        taps,
-        active,
-        batch,
-        height,
-        width,
-        rows,
-        columns,
-        channels,
-        ROWS,
-        COLUMNS,
+        _layers().pool, (-(-batch * rows * columns // ROWS), channels // COLUMNS, slots),
+        x, y, taps, active, batch, height, width, rows, columns, channels, ROWS, COLUMNS,
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def unpool(dy: Tensor, taps: Tensor, dx: Tensor, active: Tensor) -> None:
     """The gradient of `pool`."""
     (slots, batch, height, width, channels), (_, _, rows, columns, _) = dx.shape, dy.shape
     _launch(
-        _layers().unpool,
-        (-(-batch * height * width // ROWS), channels // COLUMNS, slots),
-        dy,
-        taps,
-        dx,
-        active,
-        batch,
-        height,
-        width,
-        rows,
-        columns,
-        channels,
-        ROWS,
-        COLUMNS,
+        _layers().unpool, (-(-batch * height * width // ROWS), channels // COLUMNS, slots),
+        dy, taps, dx, active, batch, height, width, rows, columns, channels, ROWS, COLUMNS,
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 def adam(
-    values: Tensor,
-    gradient: Tensor,
-    direct: Tensor | None,
-    means: Tensor,
-    squares: Tensor,
-    low: Tensor,
-    factors: Tensor,
-    active: Tensor,
-    trainable: int,
-    decay: float,
-) -> None:
+    values: Tensor, gradient: Tensor, direct: Tensor | None, means: Tensor, squares: Tensor,
+    low: Tensor, factors: Tensor, active: Tensor, trainable: int, decay: float,
+) -> None:  # fmt: skip
     """One update of the first `trainable` entries of each row by `gradient`,
     plus `direct` if there is one.
 
     `factors` are each row's rate and its correction.
     """
-    whole = trainable // 16 * 16  # what is known to be a multiple of 16 is read in large pieces
-    for first, last in ((0, whole), (whole, trainable)):
+    # what is known to be a multiple of 16 is read in large pieces
+    aligned_end = trainable // 16 * 16
+    for first, last in ((0, aligned_end), (aligned_end, trainable)):
         if first < last:
             _launch(
-                _layers().adam,
-                (-(-(last - first) // ENTRIES), len(values)),
-                values,
-                gradient,
-                values if direct is None else direct,
-                means,
-                squares,
-                low,
-                factors,
-                active,
-                values.stride(0),
-                first,
-                last,
-                decay,
-                direct is not None,
-                ENTRIES,
+                _layers().adam, (-(-(last - first) // ENTRIES), len(values)),
+                values, gradient, values if direct is None else direct, means, squares, low,
+                factors, active, values.stride(0), first, last, decay, direct is not None, ENTRIES,
                 num_warps=4,
-            )
+            )  # fmt: skip

@@ -15,12 +15,12 @@ from fednoro.engine.cuda.graph_capture import Program, autocast
 from fednoro.engine.cuda.stacked.stacked_net import Lift, OneOfMany, StackedNet
 
 
-def losses(
+def slot_losses(
     program: Program,
     nets: StackedNet,
     anchor: Any,
     common: Mapping[str, Any],
-    mine: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor],
     active: Tensor,
     precision: Precision,
 ) -> Tensor:
@@ -32,57 +32,56 @@ def losses(
         anchor: the network that all of them have started from.
         common: what every loss reads: x, y, index and parameters, S×…; logits
             where they are known already.
-        mine: a step's rows of what has been prepared, S×B×…
+        gather: a step's rows of what has been prepared, S×B×…
         active: S, those for whom a change of `aux` stays.
         precision: of the computation.
     """
-    updated = program.aux.keys() if program.updated is None else program.updated
-    aux = {name: place.clone() if name in updated else place for name, place in program.aux.items()}
-    given = {
-        **common, "aux": aux, "u": mine(program.u),
-        "rows": {name: mine(place) for name, place in program.rows.items()},
-        "known": {} if program.anchored is None else {"anchored": mine(program.anchored)},
+    aux_names = program.aux.keys() if program.updated_aux is None else program.updated_aux
+    aux = {
+        name: place.clone() if name in aux_names else place for name, place in program.aux.items()
+    }
+    cached_outputs = program.anchor_outputs
+    inputs = {
+        **common, "aux": aux, "u": gather(program.u),
+        "rows": {name: gather(place) for name, place in program.rows.items()},
+        "anchor": {} if cached_outputs is None else {"outputs": gather(cached_outputs)},
     }  # fmt: skip
-    said: list[Tensor] = []
+    new_outputs: list[Tensor] = []  # of the anchor
 
-    def teacher(x: Tensor) -> Tensor:
+    def teach(x: Tensor) -> Tensor:
         outputs: Tensor = anchor(x.flatten(0, 1))
-        said.append(outputs.view(*x.shape[:2], *outputs.shape[1:]))
-        return said[-1]
+        new_outputs.append(outputs.view(*x.shape[:2], *outputs.shape[1:]))
+        return new_outputs[-1]
 
-    def one(given: Mapping[str, Any]) -> Tensor:
-        x = given["x"]
-        net = OneOfMany(
-            nets, given["parameters"], (x, given["logits"]) if "logits" in given else None
-        )
-        received = Anchor(_Teacher(anchor, teacher), x, given["known"].get("anchored"))
-        value = program.loss(
-            Step(
-                net,
-                received,
-                x,
-                given["y"],
-                given["index"],
-                given["aux"],
-                given["u"],
-                given["rows"],
-            )
-        )
-        net.check_asked()
-        return value
-
+    teacher = _Teacher(anchor, teach)
     with autocast(active.device, precision):
-        values: Tensor = torch.vmap(one)(given)
-    if said and program.anchored is None:
-        program.anchored = said[0].new_zeros((len(program.u), *said[0].shape[2:]))  # from now on
-    program.updated = frozenset(name for name in updated if aux[name]._version)
-    for name in program.updated:
+        values: Tensor = torch.vmap(lambda slot: _slot_loss(program, nets, teacher, slot))(inputs)
+    if new_outputs and program.anchor_outputs is None:
+        shape = new_outputs[0].shape[2:]
+        program.anchor_outputs = new_outputs[0].new_zeros((len(program.u), *shape))  # from now on
+    program.updated_aux = frozenset(name for name in aux_names if aux[name]._version)
+    for name in program.updated_aux:
         place = program.aux[name]
         place.copy_(torch.where(active.view(-1, *[1] * (place.ndim - 1)), aux[name], place))
     return values
 
 
-def only(given: Mapping[str, Any], theirs: Tensor, active: Tensor) -> dict[str, Any]:
+def _slot_loss(
+    program: Program, nets: StackedNet, teacher: _Teacher, inputs: Mapping[str, Any]
+) -> Tensor:
+    """The loss of one slot; runs inside `vmap`, where its inputs look like one client's."""
+    x, aux, u, rows = inputs["x"], inputs["aux"], inputs["u"], inputs["rows"]
+    outputs = (x, inputs["logits"]) if "logits" in inputs else None
+    net = OneOfMany(nets, inputs["parameters"], outputs)
+    anchor = Anchor(teacher, x, inputs["anchor"].get("outputs"))
+    value = program.loss(Step(net, anchor, x, inputs["y"], inputs["index"], aux, u, rows))
+    net.check_called_once()
+    return value
+
+
+def restrict_to_members(
+    inputs: Mapping[str, Any], members: Tensor, active: Tensor
+) -> dict[str, Any]:
     """What one of several kinds of loss reads: for clients whose it is not,
     nothing that could do any harm.
 
@@ -90,24 +89,26 @@ def only(given: Mapping[str, Any], theirs: Tensor, active: Tensor) -> dict[str, 
     which may be beyond what a client with this loss has, 0 as well; and no gradient comes back, be
     it NaN, to their outputs or weights.
     """
-    index, y = (torch.where((active & theirs)[:, None], given[name], 0) for name in ("index", "y"))
-    logits = torch.where(theirs[:, None, None], given["logits"], 0)
-    parameters = [_Only.apply(p, theirs) for p in given["parameters"]]  # type: ignore[no-untyped-call]
-    return {**given, "index": index, "y": y, "logits": logits, "parameters": parameters}
+    index, y = (
+        torch.where((active & members)[:, None], inputs[name], 0) for name in ("index", "y")
+    )
+    logits = torch.where(members[:, None, None], inputs["logits"], 0)
+    parameters = [_RestrictGradients.apply(p, members) for p in inputs["parameters"]]  # type: ignore[no-untyped-call]
+    return {**inputs, "index": index, "y": y, "logits": logits, "parameters": parameters}
 
 
-class _Only(Function):
-    """S×… as it is; gradients for those that are `theirs`, S."""
+class _RestrictGradients(Function):
+    """S×… as it is; gradients for those that are `members`, S."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, theirs: Tensor) -> Tensor:
-        ctx.save_for_backward(theirs)
+    def forward(ctx: Any, x: Tensor, members: Tensor) -> Tensor:
+        ctx.save_for_backward(members)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (theirs,) = ctx.saved_tensors
-        return torch.where(theirs.view(-1, *[1] * (gradient.ndim - 1)), gradient, 0), None
+        (members,) = ctx.saved_tensors
+        return torch.where(members.view(-1, *[1] * (gradient.ndim - 1)), gradient, 0), None
 
 
 class _Teacher(nn.Module):

@@ -14,7 +14,7 @@ from torch.autograd import Function
 from fednoro.engine.cuda.graph_capture import UnsuitableError
 from fednoro.engine.cuda.stacked.stacked_kernels import COLUMNS
 from fednoro.engine.cuda.stacked.stacked_ops import Convolve, Kernel, Norm, Normalise, Place, pool
-from fednoro.engine.streams import Aside
+from fednoro.engine.streams import SideStream
 from fednoro.models import Packed
 from fednoro.models.networks import BasicBlock, Bottleneck, Convolution, ResNet
 
@@ -47,8 +47,8 @@ def stackable(net: nn.Module, device: torch.device) -> bool:
         return False
     layers = [net.layer1, net.layer2, net.layer3, net.layer4]
     blocks = [block for layer in layers for block in layer.children()]
-    known = type(net.bn1), type(net.conv1), *map(type, layers), *map(type, blocks)
-    if not set(known) <= {
+    layer_types = type(net.bn1), type(net.conv1), *map(type, layers), *map(type, blocks)
+    if not set(layer_types) <= {
         nn.BatchNorm2d,
         Convolution,
         nn.Conv2d,
@@ -57,19 +57,17 @@ def stackable(net: nn.Module, device: torch.device) -> bool:
         Bottleneck,
     }:
         return False
-    return all(_usual(module, device) for module in net.modules())
+    return all(_is_usual(module, device) for module in net.modules())
 
 
-def _usual(module: nn.Module, device: torch.device) -> bool:
+def _is_usual(module: nn.Module, device: torch.device) -> bool:
     """Whether a layer does no more than the stacked one; on a GPU its channels come
     in the kernels' units as well.
     """
     if isinstance(module, nn.BatchNorm2d):
         width = module.num_features
-        whole = device.type != "cuda" or width == COLUMNS or width % (2 * COLUMNS) == 0
-        return (
-            whole and module.affine and module.track_running_stats and module.momentum is not None
-        )
+        fits = device.type != "cuda" or width == COLUMNS or width % (2 * COLUMNS) == 0
+        return fits and module.affine and module.track_running_stats and module.momentum is not None
     if isinstance(module, nn.Conv2d):
         square = all(
             len(set(pair)) == 1 for pair in (module.kernel_size, module.stride, module.padding)
@@ -111,19 +109,19 @@ class StackedNet:
         self.leaves = {name: views[key][0].data.requires_grad_() for key, name in names.items()}
         self.handles = {name: views[key][1].data.requires_grad_() for key, name in names.items()}
         self.places = {name: Place(views[key][2]) for key, name in names.items()}
-        self._aside = Aside(device)
+        self._side_stream = SideStream(device)
         self._kernels: dict[int, Kernel] = {}
         self._norms: dict[int, Norm] = {}
         for module in packed.net.modules():
-            own = {kind: names[id(p)] for kind, p in module.named_parameters(recurse=False)}
+            own_names = {kind: names[id(p)] for kind, p in module.named_parameters(recurse=False)}
             if isinstance(module, nn.Conv2d):
-                name = own["weight"]
+                name = own_names["weight"]
                 stride, pad = int(module.stride[0]), int(module.padding[0])
                 self._kernels[id(module)] = Kernel(
-                    self.handles[name], self.places[name], stride, pad, self._aside
+                    self.handles[name], self.places[name], stride, pad, self._side_stream
                 )
             elif isinstance(module, nn.BatchNorm2d):
-                gamma, beta = own["weight"], own["bias"]
+                gamma, beta = own_names["weight"], own_names["bias"]
                 assert module.momentum is not None
                 self._norms[id(module)] = Norm(
                     views[id(module.weight)][0],
@@ -203,23 +201,26 @@ class StackedNet:
         """
         for place in self.places.values():
             place.taken = False
-        wanted = [*self.handles.values(), *self.leaves.values()]
+        tensors = [*self.handles.values(), *self.leaves.values()]
         try:
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
         finally:
-            self._aside.join()
-        used, seen = found[: len(self.places)], found[len(self.places) :]
-        for place, gradient in zip(self.places.values(), used, strict=True):
+            self._side_stream.join()
+        layer_gradients, direct_gradients = (
+            gradients[: len(self.places)],
+            gradients[len(self.places) :],
+        )
+        for place, gradient in zip(self.places.values(), layer_gradients, strict=True):
             if gradient is None:
                 place.tensor.zero_()
             elif gradient.data_ptr() != place.tensor.data_ptr():
                 place.tensor.copy_(gradient)
-        if all(gradient is None for gradient in seen):
+        if all(gradient is None for gradient in direct_gradients):
             return None
         if self.direct is None:
             self.direct = torch.zeros_like(self.values)
         views = dict(zip(self.packed.names, self.views_of(self.direct), strict=True))
-        for name, gradient in zip(self.leaves, seen, strict=True):
+        for name, gradient in zip(self.leaves, direct_gradients, strict=True):
             views[name].zero_() if gradient is None else views[name].copy_(gradient)
         return self.direct
 
@@ -239,8 +240,8 @@ class Lift(Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, function: Any
     ) -> tuple[Tensor, int]:
-        where = in_dims[0]
-        x = x.expand(info.batch_size, *x.shape) if where is None else x.movedim(where, 0)
+        dim = in_dims[0]
+        x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         return function(x), 0
 
 
@@ -253,39 +254,39 @@ class OneOfMany(nn.Module):
         self,
         nets: StackedNet,
         parameters: Sequence[Tensor],
-        known: tuple[Tensor, Tensor] | None = None,
+        outputs: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__()
-        named = dict(zip(nets.leaves, parameters, strict=True))
-        vars(self).update(_nets=nets, _named=named, _known=known, _asked=0)
+        leaves = dict(zip(nets.leaves, parameters, strict=True))
+        vars(self).update(_nets=nets, _leaves=leaves, _outputs=outputs, _calls=0)
 
     def forward(self, x: Tensor) -> Any:
-        known = vars(self)["_known"]
-        if known is None:
+        outputs = vars(self)["_outputs"]
+        if outputs is None:
             return Lift.apply(x, vars(self)["_nets"].logits)  # type: ignore[no-untyped-call]
-        if x is not known[0]:
+        if x is not outputs[0]:
             raise UnsuitableError("the loss shows the network other images than the step's")
-        vars(self)["_asked"] += 1
-        return known[1] if torch.is_grad_enabled() else known[1].detach()
+        vars(self)["_calls"] += 1
+        return outputs[1] if torch.is_grad_enabled() else outputs[1].detach()
 
     def features(self, x: Tensor) -> Any:
-        self._refuse_if_known()
+        self._refuse_if_precomputed()
         return Lift.apply(x, vars(self)["_nets"].features)  # type: ignore[no-untyped-call]
 
     def fc(self, features: Tensor) -> Any:
-        self._refuse_if_known()
+        self._refuse_if_precomputed()
         return Lift.apply(features, vars(self)["_nets"].fc)  # type: ignore[no-untyped-call]
 
-    def check_asked(self) -> None:
+    def check_called_once(self) -> None:
         """Where the outputs were known before: that they were asked for once,
         as if they had been computed.
         """
-        if vars(self)["_known"] is not None and vars(self)["_asked"] != 1:
-            raise UnsuitableError(f"the loss asks the network {vars(self)['_asked']} times")
+        if vars(self)["_outputs"] is not None and vars(self)["_calls"] != 1:
+            raise UnsuitableError(f"the loss asks the network {vars(self)['_calls']} times")
 
-    def _refuse_if_known(self) -> None:
-        if vars(self)["_known"] is not None:
+    def _refuse_if_precomputed(self) -> None:
+        if vars(self)["_outputs"] is not None:
             raise UnsuitableError("the loss asks the network for its features")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        yield from vars(self)["_named"].items()
+        yield from vars(self)["_leaves"].items()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from fednoro.engine.cuda.stacked import stacked_kernels as kernels
-from fednoro.engine.streams import Aside
+from fednoro.engine.streams import SideStream
 
 
 @dataclass
@@ -52,7 +52,8 @@ class Kernel:
     place: Place
     stride: int
     pad: int
-    aside: Aside  # where its gradient is computed: nothing on the way back waits for that
+    # where its gradient is computed: nothing on the way back waits for that
+    side_stream: SideStream
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Convolve(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: Tensor, kernel: Kernel, active: Tensor) -> Tensor:
         ctx.kernel, ctx.active, ctx.shape = kernel, active, x.shape
-        w = _last(low)
+        w = _channels_last(low)
         slots, batch, height, width, _ = x.shape
         sides = [
             (side + 2 * kernel.pad - k) // kernel.stride + 1
@@ -90,9 +91,9 @@ class Convolve(Function):
         else:
             for a, b, c in zip(x, kernel.low, y, strict=True):
                 c.copy_(
-                    F.conv2d(_first(a, b), b, stride=kernel.stride, padding=kernel.pad).permute(
-                        0, 2, 3, 1
-                    )
+                    F.conv2d(
+                        _channels_first(a, b), b, stride=kernel.stride, padding=kernel.pad
+                    ).permute(0, 2, 3, 1)
                 )
         ctx.save_for_backward(x)
         return y
@@ -100,16 +101,20 @@ class Convolve(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         (x,), kernel, active = ctx.saved_tensors, ctx.kernel, ctx.active
-        dy, wanted = dy.contiguous(), ctx.needs_input_grad[0]
-        dx = torch.empty(ctx.shape, dtype=dy.dtype, device=x.device) if wanted else None
-        again, dw = kernel.place.taken, kernel.place.take()
+        dy, needs_dx = dy.contiguous(), ctx.needs_input_grad[0]
+        dx = torch.empty(ctx.shape, dtype=dy.dtype, device=x.device) if needs_dx else None
+        is_second, dw = kernel.place.taken, kernel.place.take()
         if x.device.type == "cuda":
-            with kernel.aside.work(x, dy):
-                kernels.convolve_weights(x, dy, _last(dw), active, kernel.stride, kernel.pad)
+            with kernel.side_stream.work(x, dy):
+                kernels.convolve_weights(
+                    x, dy, _channels_last(dw), active, kernel.stride, kernel.pad
+                )
             if dx is not None:
-                kernels.convolve_back(dy, _last(kernel.low), dx, active, kernel.stride, kernel.pad)
-            if again:
-                kernel.aside.join()  # autograd adds the two up at once
+                kernels.convolve_back(
+                    dy, _channels_last(kernel.low), dx, active, kernel.stride, kernel.pad
+                )
+            if is_second:
+                kernel.side_stream.join()  # autograd adds the two up at once
             return dx, dw, None, None
         options = (
             [kernel.stride] * 2,
@@ -118,11 +123,11 @@ class Convolve(Function):
             False,
             [0, 0],
             1,
-            [wanted, True, False],
+            [needs_dx, True, False],
         )
         for s, (a, b, g) in enumerate(zip(x, kernel.low, dy, strict=True)):
             left, right, _ = torch.ops.aten.convolution_backward(
-                _first(g, b), _first(a, b), b, None, *options
+                _channels_first(g, b), _channels_first(a, b), b, None, *options
             )
             dw[s].copy_(right)
             if dx is not None:
@@ -144,41 +149,31 @@ class Normalise(Function):
         relu: bool,
         active: Tensor,
     ) -> Tensor:
-        saved = torch.empty((y.shape[0], 2, y.shape[4]), device=y.device)
+        statistics = torch.empty((y.shape[0], 2, y.shape[4]), device=y.device)
         z = torch.empty_like(y)
         if y.device.type == "cuda":
             kernels.normalise(
-                y,
-                norm.gamma,
-                norm.beta,
-                shortcut,
-                z,
-                saved,
-                norm.mean,
-                norm.var,
-                active,
-                norm.eps,
-                norm.momentum,
-                relu,
-            )
+                y, norm.gamma, norm.beta, shortcut, z, statistics, norm.mean, norm.var, active,
+                norm.eps, norm.momentum, relu,
+            )  # fmt: skip
         else:
-            _normalise(y, shortcut, z, saved, norm, relu, active)
-        ctx.save_for_backward(y, z, saved)
-        ctx.norm, ctx.relu, ctx.active, ctx.added = norm, relu, active, shortcut is not None
+            _normalise(y, shortcut, z, statistics, norm, relu, active)
+        ctx.save_for_backward(y, z, statistics)
+        ctx.norm, ctx.relu, ctx.active, ctx.has_shortcut = norm, relu, active, shortcut is not None
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        (y, z, saved), gamma = ctx.saved_tensors, ctx.norm.gamma
+        (y, z, statistics), gamma = ctx.saved_tensors, ctx.norm.gamma
         dz, dy = dz.contiguous(), torch.empty_like(y)
-        dshortcut = torch.empty_like(y) if ctx.added else None
+        dshortcut = torch.empty_like(y) if ctx.has_shortcut else None
         dgamma, dbeta = (place.take() for place in ctx.norm.places)
         if y.device.type == "cuda":
             kernels.normalise_back(
-                dz, z, y, saved, gamma, dy, dshortcut, dgamma, dbeta, ctx.active, ctx.relu
+                dz, z, y, statistics, gamma, dy, dshortcut, dgamma, dbeta, ctx.active, ctx.relu
             )
         else:
-            _normalise_back(dz, z, y, saved, gamma, dy, dshortcut, dgamma, dbeta, ctx.relu)
+            _normalise_back(dz, z, y, statistics, gamma, dy, dshortcut, dgamma, dbeta, ctx.relu)
         return dy, dgamma, dbeta, dshortcut, None, None, None
 
 
@@ -216,17 +211,9 @@ def pool(x: Tensor, active: Tensor) -> Tensor:
 
 
 def adam(
-    values: Tensor,
-    gradient: Tensor,
-    direct: Tensor | None,
-    means: Tensor,
-    squares: Tensor,
-    low: Tensor,
-    factors: Tensor,
-    active: Tensor,
-    trainable: int,
-    decay: float,
-) -> None:
+    values: Tensor, gradient: Tensor, direct: Tensor | None, means: Tensor, squares: Tensor,
+    low: Tensor, factors: Tensor, active: Tensor, trainable: int, decay: float,
+) -> None:  # fmt: skip
     """See `stacked_kernels.adam`."""
     if values.device.type == "cuda":
         kernels.adam(
@@ -245,46 +232,39 @@ def adam(
 
 
 def _normalise(
-    y: Tensor,
-    shortcut: Tensor | None,
-    z: Tensor,
-    saved: Tensor,
-    norm: Norm,
-    relu: bool,
+    y: Tensor, shortcut: Tensor | None, z: Tensor, statistics: Tensor, norm: Norm, relu: bool,
     active: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     values, count = y.float(), y[0, ..., 0].numel()
     mean, var = values.mean((1, 2, 3)), values.var((1, 2, 3), correction=0)
-    saved[:, 0], saved[:, 1] = mean, (var + norm.eps).rsqrt()
-    for running, now in ((norm.mean, mean), (norm.var, var * (count / (count - 1)))):
-        running.copy_(
-            torch.where(active[:, None].bool(), running + norm.momentum * (now - running), running)
+    statistics[:, 0], statistics[:, 1] = mean, (var + norm.eps).rsqrt()
+    for average, value in ((norm.mean, mean), (norm.var, var * (count / (count - 1)))):
+        average.copy_(
+            torch.where(
+                active[:, None].bool(),
+                average + norm.momentum * (value - average),
+                average,
+            )
         )
-    out = ((values - _wide(mean)) * _wide(saved[:, 1] * norm.gamma) + _wide(norm.beta)).to(y.dtype)
+    out = ((values - _wide(mean)) * _wide(statistics[:, 1] * norm.gamma) + _wide(norm.beta)).to(
+        y.dtype
+    )
     out = out if shortcut is None else out + shortcut
     z.copy_(out.relu() if relu else out)
 
 
 def _normalise_back(
-    dz: Tensor,
-    z: Tensor,
-    y: Tensor,
-    saved: Tensor,
-    gamma: Tensor,
-    dy: Tensor,
-    dshortcut: Tensor | None,
-    dgamma: Tensor,
-    dbeta: Tensor,
-    relu: bool,
-) -> None:
+    dz: Tensor, z: Tensor, y: Tensor, statistics: Tensor, gamma: Tensor, dy: Tensor,
+    dshortcut: Tensor | None, dgamma: Tensor, dbeta: Tensor, relu: bool,
+) -> None:  # fmt: skip
     g = dz.float() * (z > 0) if relu else dz.float()
     if dshortcut is not None:
         dshortcut.copy_(g)
-    v = (y.float() - _wide(saved[:, 0])) * _wide(saved[:, 1])
+    v = (y.float() - _wide(statistics[:, 0])) * _wide(statistics[:, 1])
     dgamma.copy_((g * v).sum((1, 2, 3)))
     dbeta.copy_(g.sum((1, 2, 3)))
     g = g - g.mean((1, 2, 3), keepdim=True) - v * (g * v).mean((1, 2, 3), keepdim=True)
-    dy.copy_(g * _wide(saved[:, 1] * gamma))
+    dy.copy_(g * _wide(statistics[:, 1] * gamma))
 
 
 def _wide(per_channel: Tensor) -> Tensor:
@@ -292,11 +272,11 @@ def _wide(per_channel: Tensor) -> Tensor:
     return per_channel[:, None, None, None]
 
 
-def _last(w: Tensor) -> Tensor:
+def _channels_last(w: Tensor) -> Tensor:
     """S×O×I×h×w as it lies in memory: S×O×h×w×I."""
     return w.permute(0, 1, 3, 4, 2)
 
 
-def _first(maps: Tensor, like: Tensor) -> Tensor:
+def _channels_first(maps: Tensor, like: Tensor) -> Tensor:
     """B×H×W×C as B×C×H×W of another tensor's type."""
     return maps.to(like.dtype).permute(0, 3, 1, 2)

@@ -35,14 +35,14 @@ def forward(
         w += o[None, :] * (KH * KW * C) + (column * C + channel)[:, None]
         for i in range(KH):
             h, v = top + i, left[:, None] + column[None, :]
-            there = (
+            valid = (
                 ((m < pixels) & (h >= 0) & (h < H))[:, None]
                 & (column < KW)[None, :]
                 & (v >= 0)
                 & (v < W)
             )
             a = tl.load(
-                x + (((n * H + h) * W + left) * FEW)[:, None] + q[None, :], mask=there, other=0.0
+                x + (((n * H + h) * W + left) * FEW)[:, None] + q[None, :], mask=valid, other=0.0
             )
             b = tl.load(w + i * KW * C, mask=weights, other=0.0)
             total = tl.dot(a, b, total)
@@ -52,10 +52,10 @@ def forward(
         for part in range(KH * KW * (C // BK)):
             t, c = part // (C // BK), part % (C // BK) * BK
             h, v = top + t // KW, left + t % KW
-            there = (m < pixels) & (h >= 0) & (h < H) & (v >= 0) & (v < W)
+            valid = (m < pixels) & (h >= 0) & (h < H) & (v >= 0) & (v < W)
             a = tl.load(
                 x + (((n * H + h) * W + v) * C + c)[:, None] + q[None, :],
-                mask=there[:, None],
+                mask=valid[:, None],
                 other=0.0,
             )
             b = tl.load(w + t * C + c)
@@ -86,13 +86,13 @@ def to_input(
     for part in range(KH * KW * (O // BK)):
         t, o = part // (O // BK), part % (O // BK) * BK
         h, v = bottom - t // KW, right - t % KW
-        there = (m < pixels) & (h >= 0) & (v >= 0)
+        valid = (m < pixels) & (h >= 0) & (v >= 0)
         if STRIDE > 1:
-            there = there & (h % STRIDE == 0) & (v % STRIDE == 0)
+            valid = valid & (h % STRIDE == 0) & (v % STRIDE == 0)
             h, v = h // STRIDE, v // STRIDE
-        there = there & (h < H_OUT) & (v < W_OUT)
+        valid = valid & (h < H_OUT) & (v < W_OUT)
         at = ((n * H_OUT + h) * W_OUT + v) * O + o
-        a = tl.load(dy + at[:, None] + q[None, :], mask=there[:, None], other=0.0)
+        a = tl.load(dy + at[:, None] + q[None, :], mask=valid[:, None], other=0.0)
         b = tl.load(w + o * (KH * KW * C) + t * C)
         total = tl.dot(a, b, total)
     dx += s * pixels * C
@@ -125,15 +125,15 @@ def to_weights(
         m = first + q
         n, r = m // (H_OUT * W_OUT), m % (H_OUT * W_OUT)
         h, v = r // W_OUT * STRIDE - PAD + t // KW, r % W_OUT * STRIDE - PAD + t % KW
-        there = (m < pixels) & (h >= 0) & (h < H)
+        valid = (m < pixels) & (h >= 0) & (h < H)
         if FEW:
             column = v[:, None] + (e // FEW)[None, :]
-            inside = there[:, None] & (column >= 0) & (column < W) & (e // FEW < KW)[None, :]
+            inside = valid[:, None] & (column >= 0) & (column < W) & (e // FEW < KW)[None, :]
             b = tl.load(
                 x + (((n * H + h) * W + v) * FEW)[:, None] + e[None, :], mask=inside, other=0.0
             )
         else:
-            inside = (there & (v >= 0) & (v < W))[:, None]
+            inside = (valid & (v >= 0) & (v < W))[:, None]
             b = tl.load(
                 x + (((n * H + h) * W + v) * C)[:, None] + e[None, :], mask=inside, other=0.0
             )

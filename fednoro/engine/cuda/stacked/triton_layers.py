@@ -13,7 +13,7 @@ SHAPE = ["B", "H", "W", "H_OUT", "W_OUT", "pixels", "rows", "relu", "add"]
 
 
 @triton.jit
-def follow(mean, var, at, average, variance, pixels, momentum):
+def update_running(mean, var, at, average, variance, pixels, momentum):
     """Moves the running statistics."""
     tl.store(mean + at, (1 - momentum) * tl.load(mean + at) + momentum * average)
     unbiased = variance * (pixels / (pixels - 1.0))
@@ -21,23 +21,23 @@ def follow(mean, var, at, average, variance, pixels, momentum):
 
 
 @triton.jit
-def finish(v, average, scale, gamma, beta, shortcut, z, at, there, added, relu):
+def finish(v, average, scale, gamma, beta, shortcut, z, at, valid, add_mask, relu):
     """Writes relu(norm(v) + shortcut)."""
     v = (
         ((v - average[None, :]) * (scale * gamma)[None, :] + beta[None, :])
         .to(z.dtype.element_ty)
         .to(tl.float32)
     )
-    v += tl.load(shortcut + at, mask=added, other=0.0).to(tl.float32)
+    v += tl.load(shortcut + at, mask=add_mask, other=0.0).to(tl.float32)
     v = tl.maximum(v, v * (1 - relu))
-    tl.store(z + at, v.to(z.dtype.element_ty), mask=there)
+    tl.store(z + at, v.to(z.dtype.element_ty), mask=valid)
 
 
 @triton.jit
-def passed(dz, z, at, there, relu):
+def relu_gradient(dz, z, at, valid, relu):
     """The gradient that comes through the ReLU."""
-    g = tl.load(dz + at, mask=there, other=0.0).to(tl.float32)
-    return tl.where(tl.load(z + at, mask=there, other=0.0) > 0, g, g * (1 - relu))
+    g = tl.load(dz + at, mask=valid, other=0.0).to(tl.float32)
+    return tl.where(tl.load(z + at, mask=valid, other=0.0) > 0, g, g * (1 - relu))
 
 
 @triton.jit(do_not_specialize=SHAPE[5:7])
@@ -51,15 +51,15 @@ def moments(y, parts, active, pixels, rows, C, R: tl.constexpr, BR: tl.constexpr
     for start in range(first, min(first + rows, pixels), BR):
         # merged as Chan et al. do: nothing cancels
         m = start + tl.arange(0, BR)
-        there = (m < min(first + rows, pixels))[:, None]
-        v = tl.load(y + m[:, None] * C + c[None, :], mask=there, other=0.0).to(tl.float32)
-        here = tl.sum(tl.where(m < min(first + rows, pixels), 1.0, 0.0), 0)
-        average = tl.sum(v, 0) / here
-        apart = tl.where(there, v - average[None, :], 0.0)
-        delta, share = average - mean, here / (count + here)
+        valid = (m < min(first + rows, pixels))[:, None]
+        v = tl.load(y + m[:, None] * C + c[None, :], mask=valid, other=0.0).to(tl.float32)
+        tile_count = tl.sum(tl.where(m < min(first + rows, pixels), 1.0, 0.0), 0)
+        average = tl.sum(v, 0) / tile_count
+        deviation = tl.where(valid, v - average[None, :], 0.0)
+        delta, share = average - mean, tile_count / (count + tile_count)
         mean += delta * share
-        squares += tl.sum(apart * apart, 0) + delta * delta * count * share
-        count += here
+        squares += tl.sum(deviation * deviation, 0) + delta * delta * count * share
+        count += tile_count
     parts += (s * R + tl.program_id(0)) * 2 * C
     tl.store(parts + c, mean)
     tl.store(parts + C + c, squares)
@@ -67,148 +67,82 @@ def moments(y, parts, active, pixels, rows, C, R: tl.constexpr, BR: tl.constexpr
 
 @triton.jit(do_not_specialize=SHAPE[5:])
 def normalise(
-    y,
-    parts,
-    gamma,
-    beta,
-    shortcut,
-    z,
-    saved,
-    mean,
-    var,
-    active,
-    p_stride,
-    b_stride,
-    pixels,
-    rows,
-    relu,
-    add,
-    eps,
-    momentum,
-    C,
-    R: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    y, parts, gamma, beta, shortcut, z, statistics, mean, var, active, p_stride, b_stride, pixels,
+    rows, relu, add, eps, momentum, C, R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     s = tl.program_id(2).to(tl.int64)
     if tl.load(active + s) == 0:
         return
     c, r = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, R)
-    have = tl.minimum(tl.maximum(pixels - r * rows, 0), rows).to(tl.float32)[:, None]
+    counts = tl.minimum(tl.maximum(pixels - r * rows, 0), rows).to(tl.float32)[:, None]
     place = parts + s * R * 2 * C + r[:, None] * 2 * C + c[None, :]
-    means = tl.load(place, mask=have > 0, other=0.0)
-    squares = tl.load(place + C, mask=have > 0, other=0.0)
-    average = tl.sum(means * have, 0) / pixels
-    apart = means - average[None, :]
-    variance = (tl.sum(squares, 0) + tl.sum(have * apart * apart, 0)) / pixels
+    means = tl.load(place, mask=counts > 0, other=0.0)
+    squares = tl.load(place + C, mask=counts > 0, other=0.0)
+    average = tl.sum(means * counts, 0) / pixels
+    deviation = means - average[None, :]
+    variance = (tl.sum(squares, 0) + tl.sum(counts * deviation * deviation, 0)) / pixels
     scale = 1 / tl.sqrt(variance + eps)
     if tl.program_id(0) == 0:
-        tl.store(saved + s * 2 * C + c, average)
-        tl.store(saved + s * 2 * C + C + c, scale)
-        follow(mean, var, s * b_stride + c, average, variance, pixels, momentum)
+        tl.store(statistics + s * 2 * C + c, average)
+        tl.store(statistics + s * 2 * C + C + c, scale)
+        update_running(mean, var, s * b_stride + c, average, variance, pixels, momentum)
     m = tl.program_id(0) * BR + tl.arange(0, BR)
-    there = (m < pixels)[:, None]
+    valid = (m < pixels)[:, None]
     at = s * pixels * C + m[:, None] * C + c[None, :]
-    v = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
+    v = tl.load(y + at, mask=valid, other=0.0).to(tl.float32)
     p = s * p_stride + c
-    added = (m < pixels * add)[:, None]
+    add_mask = (m < pixels * add)[:, None]
     finish(
-        v,
-        average,
-        scale,
-        tl.load(gamma + p),
-        tl.load(beta + p),
-        shortcut,
-        z,
-        at,
-        there,
-        added,
+        v, average, scale, tl.load(gamma + p), tl.load(beta + p), shortcut, z, at, valid, add_mask,
         relu,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SHAPE[5:])
 def normalise_small(
-    y,
-    gamma,
-    beta,
-    shortcut,
-    z,
-    saved,
-    mean,
-    var,
-    active,
-    p_stride,
-    b_stride,
-    pixels,
-    relu,
-    add,
-    eps,
-    momentum,
-    C,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    y, gamma, beta, shortcut, z, statistics, mean, var, active, p_stride, b_stride, pixels, relu,
+    add, eps, momentum, C, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     s = tl.program_id(1).to(tl.int64)
     if tl.load(active + s) == 0:
         return
     m, c = tl.arange(0, BR), tl.program_id(0) * BC + tl.arange(0, BC)
-    there = (m < pixels)[:, None]
+    valid = (m < pixels)[:, None]
     at = s * pixels * C + m[:, None] * C + c[None, :]
-    v = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
+    v = tl.load(y + at, mask=valid, other=0.0).to(tl.float32)
     average = tl.sum(v, 0) / pixels
-    apart = tl.where(there, v - average[None, :], 0.0)
-    variance = tl.sum(apart * apart, 0) / pixels
+    deviation = tl.where(valid, v - average[None, :], 0.0)
+    variance = tl.sum(deviation * deviation, 0) / pixels
     scale = 1 / tl.sqrt(variance + eps)
-    tl.store(saved + s * 2 * C + c, average)
-    tl.store(saved + s * 2 * C + C + c, scale)
-    follow(mean, var, s * b_stride + c, average, variance, pixels, momentum)
+    tl.store(statistics + s * 2 * C + c, average)
+    tl.store(statistics + s * 2 * C + C + c, scale)
+    update_running(mean, var, s * b_stride + c, average, variance, pixels, momentum)
     p = s * p_stride + c
-    added = (m < pixels * add)[:, None]
+    add_mask = (m < pixels * add)[:, None]
     finish(
-        v,
-        average,
-        scale,
-        tl.load(gamma + p),
-        tl.load(beta + p),
-        shortcut,
-        z,
-        at,
-        there,
-        added,
+        v, average, scale, tl.load(gamma + p), tl.load(beta + p), shortcut, z, at, valid, add_mask,
         relu,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SHAPE[5:])
 def sums(
-    dz,
-    z,
-    y,
-    saved,
-    parts,
-    active,
-    pixels,
-    rows,
-    relu,
-    C,
-    R: tl.constexpr,
-    BR: tl.constexpr,
+    dz, z, y, statistics, parts, active, pixels, rows, relu, C, R: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
-):
+):  # fmt: skip
     s = tl.program_id(2).to(tl.int64)
     if tl.load(active + s) == 0:
         return
     first, c = tl.program_id(0) * rows, tl.program_id(1) * BC + tl.arange(0, BC)
-    average = tl.load(saved + s * 2 * C + c)[None, :]
-    scale = tl.load(saved + s * 2 * C + C + c)[None, :]
+    average = tl.load(statistics + s * 2 * C + c)[None, :]
+    scale = tl.load(statistics + s * 2 * C + C + c)[None, :]
     plain, product = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     for start in range(first, min(first + rows, pixels), BR):
         m = start + tl.arange(0, BR)
-        there = (m < min(first + rows, pixels))[:, None]
+        valid = (m < min(first + rows, pixels))[:, None]
         at = s * pixels * C + m[:, None] * C + c[None, :]
-        g = passed(dz, z, at, there, relu)
-        v = (tl.load(y + at, mask=there, other=0.0).to(tl.float32) - average) * scale
+        g = relu_gradient(dz, z, at, valid, relu)
+        v = (tl.load(y + at, mask=valid, other=0.0).to(tl.float32) - average) * scale
         plain += tl.sum(g, 0)
         product += tl.sum(g * v, 0)
     parts += (s * R + tl.program_id(0)) * 2 * C
@@ -218,53 +152,34 @@ def sums(
 
 @triton.jit(do_not_specialize=SHAPE[5:])
 def denormalise(
-    dz,
-    z,
-    y,
-    saved,
-    parts,
-    gamma,
-    dy,
-    dshortcut,
-    dgamma,
-    dbeta,
-    active,
-    p_stride,
-    g_stride,
-    pixels,
-    rows,
-    relu,
-    add,
-    C,
-    R: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-):
+    dz, z, y, statistics, parts, gamma, dy, dshortcut, dgamma, dbeta, active, p_stride, g_stride,
+    pixels, rows, relu, add, C, R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """With one row of parts for each chunk; with none where one block sees all pixels."""
     s = tl.program_id(2).to(tl.int64)
     if tl.load(active + s) == 0:
         return
     m, c = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
-    average, scale = tl.load(saved + s * 2 * C + c), tl.load(saved + s * 2 * C + C + c)
-    there = (m < pixels)[:, None]
+    average, scale = tl.load(statistics + s * 2 * C + c), tl.load(statistics + s * 2 * C + C + c)
+    valid = (m < pixels)[:, None]
     at = s * pixels * C + m[:, None] * C + c[None, :]
-    g = passed(dz, z, at, there, relu)
-    v = (tl.load(y + at, mask=there, other=0.0).to(tl.float32) - average[None, :]) * scale[None, :]
+    g = relu_gradient(dz, z, at, valid, relu)
+    v = (tl.load(y + at, mask=valid, other=0.0).to(tl.float32) - average[None, :]) * scale[None, :]
     if R:
         r = tl.arange(0, R)
-        have = (r * rows < pixels)[:, None]
+        in_use = (r * rows < pixels)[:, None]
         place = parts + s * R * 2 * C + r[:, None] * 2 * C + c[None, :]
-        plain = tl.sum(tl.load(place, mask=have, other=0.0), 0)
-        product = tl.sum(tl.load(place + C, mask=have, other=0.0), 0)
+        plain = tl.sum(tl.load(place, mask=in_use, other=0.0), 0)
+        product = tl.sum(tl.load(place + C, mask=in_use, other=0.0), 0)
     else:
-        plain, product = tl.sum(g, 0), tl.sum(tl.where(there, g * v, 0.0), 0)
+        plain, product = tl.sum(g, 0), tl.sum(tl.where(valid, g * v, 0.0), 0)
     if tl.program_id(0) == 0:
         tl.store(dgamma + s * g_stride + c, product)
         tl.store(dbeta + s * g_stride + c, plain)
     tl.store(dshortcut + at, g.to(dshortcut.dtype.element_ty), mask=(m < pixels * add)[:, None])
     g = g - (plain / pixels)[None, :] - v * (product / pixels)[None, :]
     g = g * (scale * tl.load(gamma + s * p_stride + c))[None, :]
-    tl.store(dy + at, g.to(dy.dtype.element_ty), mask=there)
+    tl.store(dy + at, g.to(dy.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=SHAPE[:5])
@@ -278,13 +193,13 @@ def pool(x, y, taps, active, B, H, W, H_OUT, W_OUT, C, BR: tl.constexpr, BC: tl.
     best, tap = tl.full((BR, BC), float("-inf"), tl.float32), tl.zeros((BR, BC), tl.int8)
     for t in tl.static_range(9):
         h, v = top + t // 3, left + t % 3
-        there = ((n < B) & (h >= 0) & (h < H) & (v >= 0) & (v < W))[:, None]
+        valid = ((n < B) & (h >= 0) & (h < H) & (v >= 0) & (v < W))[:, None]
         at = ((s * B + n) * H + h) * W + v
-        here = tl.load(x + (at * C)[:, None] + c[None, :], mask=there, other=float("-inf")).to(
+        value = tl.load(x + (at * C)[:, None] + c[None, :], mask=valid, other=float("-inf")).to(
             tl.float32
         )
-        tap = tl.where(here > best, t, tap).to(tl.int8)
-        best = tl.maximum(best, here)
+        tap = tl.where(value > best, t, tap).to(tl.int8)
+        best = tl.maximum(best, value)
     at = (s * B * H_OUT * W_OUT + m)[:, None] * C + c[None, :]
     tl.store(y + at, best.to(y.dtype.element_ty), mask=(n < B)[:, None])
     tl.store(taps + at, tap, mask=(n < B)[:, None])
@@ -301,11 +216,11 @@ def unpool(dy, taps, dx, active, B, H, W, H_OUT, W_OUT, C, BR: tl.constexpr, BC:
     total = tl.zeros((BR, BC), tl.float32)
     for t in tl.static_range(9):
         h, v = bottom - t // 3, right - t % 3
-        there = (n < B) & (h % 2 == 0) & (v % 2 == 0) & (h < 2 * H_OUT) & (v < 2 * W_OUT)
-        there = (there & (h >= 0) & (v >= 0))[:, None]
+        valid = (n < B) & (h % 2 == 0) & (v % 2 == 0) & (h < 2 * H_OUT) & (v < 2 * W_OUT)
+        valid = (valid & (h >= 0) & (v >= 0))[:, None]
         at = (((s * B + n) * H_OUT + h // 2) * W_OUT + v // 2)[:, None] * C + c[None, :]
-        mine = tl.load(taps + at, mask=there, other=-1) == t
-        total += tl.where(mine, tl.load(dy + at, mask=there, other=0.0).to(tl.float32), 0.0)
+        is_source = tl.load(taps + at, mask=valid, other=-1) == t
+        total += tl.where(is_source, tl.load(dy + at, mask=valid, other=0.0).to(tl.float32), 0.0)
     at = (s * B * H * W + m)[:, None] * C + c[None, :]
     tl.store(dx + at, total.to(dx.dtype.element_ty), mask=(n < B)[:, None])
 
@@ -319,19 +234,19 @@ def adam(
     if tl.load(active + s) == 0:
         return
     at = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = at < last
+    valid = at < last
     place = s * stride + at
     rate, correction = tl.load(factors + 2 * s), tl.load(factors + 2 * s + 1)
-    w = tl.load(values + place, mask=there, other=0.0)
-    g = tl.load(gradient + place, mask=there, other=0.0).to(tl.float32) + decay * w
+    w = tl.load(values + place, mask=valid, other=0.0)
+    g = tl.load(gradient + place, mask=valid, other=0.0).to(tl.float32) + decay * w
     if DIRECT:
-        g += tl.load(direct + place, mask=there, other=0.0)
-    m = tl.load(means + place, mask=there, other=0.0)
-    v = tl.load(squares + place, mask=there, other=0.0)
+        g += tl.load(direct + place, mask=valid, other=0.0)
+    m = tl.load(means + place, mask=valid, other=0.0)
+    v = tl.load(squares + place, mask=valid, other=0.0)
     m = 0.9 * m + (1 - 0.9) * g
     v = 0.999 * v + (1 - 0.999) * g * g
     w -= rate * m / (tl.sqrt(v) * correction + 1e-8)
-    tl.store(means + place, m, mask=there)
-    tl.store(squares + place, v, mask=there)
-    tl.store(values + place, w, mask=there)
-    tl.store(low + place, w.to(low.dtype.element_ty), mask=there)
+    tl.store(means + place, m, mask=valid)
+    tl.store(squares + place, v, mask=valid)
+    tl.store(values + place, w, mask=valid)
+    tl.store(low + place, w.to(low.dtype.element_ty), mask=valid)
