@@ -112,7 +112,7 @@ def on_flower(
     """Seconds per round, and bytes from the nodes and to them in all."""
     from fednoro.core.types import UserError
     from fednoro.experiment.config.configuration import resolve
-    from fednoro.flower.ops.follower import as_json
+    from fednoro.flower.ops.run_follower import as_json
 
     config = resolve(chosen[0], [*chosen[1:], f"out={root}", "name=run"])
     (root / "app").mkdir(parents=True)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from fednoro.detection.explained import SENT
 from fednoro.experiment.config.configuration import resolve
-from fednoro.flower.ops.follower import as_json
+from fednoro.flower.ops.run_follower import as_json
 from fednoro.methods import METHODS
 
 NAMES, CLASSES, IMAGES = ("north", "east", "south", "west"), ("a", "b", "c"), 24

@@ -56,7 +56,7 @@ RICH_OUTSIDE = {  # of cli and experiment.watch
     "fednoro.bench.formats",
     "fednoro.bench.progress_board",
     "fednoro.bench.tables_and_figures",
-    "fednoro.flower.ops.follower",
+    "fednoro.flower.ops.run_follower",
 }
 TRAINING_PATH = ("core", "data", "detection", "methods", "engine")
 EDGE_ONLY = ("pydantic", "typer", "rich", "PIL", "safetensors")

@@ -17,7 +17,7 @@ from fednoro.cli.flower_setup import certs, init, site
 from fednoro.core.types import UserError
 
 if TYPE_CHECKING:
-    from fednoro.flower.ops.follower import Follower
+    from fednoro.flower.ops.run_follower import Follower
 
 LOST_EXIT_CODE = 3  # where the SuperLink is away and the run's outcome is not known
 
@@ -71,7 +71,7 @@ def simulate(
     """
     check_installed()
     from fednoro.flower.ops.flwr_process import simulation_link
-    from fednoro.flower.ops.follower import as_json, read_items, with_run_folder
+    from fednoro.flower.ops.run_follower import as_json, read_items, with_run_folder
 
     if resume is not None:
         config, folder = _reopen(resume)
@@ -128,7 +128,7 @@ def run(
     """
     check_installed()
     from fednoro.flower.ops.flwr_process import Link
-    from fednoro.flower.ops.follower import as_json, read_items, with_run_folder
+    from fednoro.flower.ops.run_follower import as_json, read_items, with_run_folder
 
     deployment = {
         "min-sites": min_sites,
@@ -186,7 +186,7 @@ def audit(
     check_installed()
     from fednoro.audit.simulated_audit import warmup_of
     from fednoro.flower.ops.flwr_process import Link
-    from fednoro.flower.ops.follower import AuditFollower
+    from fednoro.flower.ops.run_follower import AuditFollower
     from fednoro.flower.server.run_config import AuditOrder
 
     config, folder = _reopen(run, "audited")
@@ -282,7 +282,7 @@ def _temporary_app(values: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _follower_factory(folder: Path, config: Any, quiet: bool) -> Callable[[], Follower]:
-    from fednoro.flower.ops.follower import Follower
+    from fednoro.flower.ops.run_follower import Follower
 
     return lambda: Follower(Console(emoji=False), folder, config.train.rounds, quiet)
 
@@ -297,7 +297,7 @@ def _run_and_follow(
     log: Path | None = None,
 ) -> None:
     from fednoro.flower.ops.flwr_process import tail
-    from fednoro.flower.ops.follower import RunFailedError, RunLostError, follow
+    from fednoro.flower.ops.run_follower import RunFailedError, RunLostError, follow
 
     number = link.run(app_folder, values, federation)
     follower = None if make_follower is None else make_follower()

@@ -17,7 +17,7 @@ from rich.text import Text
 from fednoro.core.types import UserError
 
 if TYPE_CHECKING:
-    from fednoro.flower.ops.checks import Check
+    from fednoro.flower.ops.check_result import Check
 
 site = typer.Typer(
     help="A site's own side: its settings, and whether it is ready.", no_args_is_help=True
@@ -178,7 +178,7 @@ def site_check(
     Example: fednoro flower site check site.yaml --superlink link.example.org:8000
     --root-certificates ca.crt --key key
     """
-    from fednoro.flower.ops.checks import passed
+    from fednoro.flower.ops.check_result import passed
     from fednoro.flower.ops.site_check import check_site
 
     checks = []

@@ -23,7 +23,7 @@ from fednoro.experiment.drive import Run, Watcher
 from fednoro.experiment.rounds import Turn
 from fednoro.experiment.watch import trackers
 from fednoro.flower.client_app import app
-from fednoro.flower.ops.follower import as_json
+from fednoro.flower.ops.run_follower import as_json
 from fednoro.flower.server.coordinator import coordinate
 
 ROUNDS, WARMUP = 6, 3

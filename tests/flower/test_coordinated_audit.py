@@ -42,7 +42,7 @@ from fednoro.experiment.drive import Watcher
 from fednoro.experiment.simulation import Lab, hardware_for
 from fednoro.flower import server_app
 from fednoro.flower.client_app import app
-from fednoro.flower.ops.follower import AuditFollower
+from fednoro.flower.ops.run_follower import AuditFollower
 from fednoro.flower.server.coordinated_audit import audit_sites
 from fednoro.flower.server.coordinator import coordinate
 from fednoro.flower.server.message_exchange import SiteError

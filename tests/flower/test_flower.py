@@ -19,7 +19,7 @@ from fednoro.experiment.config.configuration import resolve
 from fednoro.experiment.drive import Run
 from fednoro.experiment.run_folder.recorded_run import read
 from fednoro.flower.client_app import app
-from fednoro.flower.ops.follower import as_json
+from fednoro.flower.ops.run_follower import as_json
 from fednoro.flower.server.coordinator import coordinate
 from fednoro.methods import METHODS
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from fednoro.cli import flower
 from fednoro.core.types import UserError
 from fednoro.experiment.config.configuration import resolve
-from fednoro.flower.ops import follower
+from fednoro.flower.ops import run_follower
 from fednoro.flower.ops.flwr_process import (  # fmt: skip
     COMPLETED,
     DEFAULTS,
@@ -32,7 +32,7 @@ from fednoro.flower.ops.flwr_process import (  # fmt: skip
     free_port,
     owned_process,
 )
-from fednoro.flower.ops.follower import (
+from fednoro.flower.ops.run_follower import (
     Follower,
     RunFailedError,
     as_json,
@@ -204,7 +204,7 @@ def scripted(*script: Status | None) -> Scripted:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "ASK_EVERY", (0.0, 0.0))
+    monkeypatch.setattr(run_follower, "ASK_EVERY", (0.0, 0.0))
 
 
 def test_run_that_did_not_complete_is_an_error_with_flowers_reason(hasty: None) -> None:
@@ -226,7 +226,7 @@ def test_superlink_that_is_away_for_a_while_is_waited_for(hasty: None) -> None:
 def test_superlink_that_stays_away_ends_the_waiting_with_a_code_of_its_own(
     hasty: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(follower, "GIVE_UP_AFTER", 0.3)
+    monkeypatch.setattr(run_follower, "GIVE_UP_AFTER", 0.3)
     with pytest.raises(typer.Exit) as ended:
         flower._run_and_follow(scripted(Status("running"), None), tmp_path, None, quiet=True)
     assert ended.value.exit_code == 3

@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 from fednoro.cli.flower_setup import site as commands
 from fednoro.flower.ops import certificates, inspect_site
 from fednoro.flower.ops.certificates import Certificates, make, write_private
-from fednoro.flower.ops.checks import Check
+from fednoro.flower.ops.check_result import Check
 from fednoro.flower.ops.site_check import check_site
 
 CLASSES = ("bcc", "mel", "nev")

@@ -30,10 +30,10 @@ from fednoro.core.types import Failure, FedNoRoWarning, IntArray, Precision, Rep
 from fednoro.data.client import Client
 from fednoro.data.dataset import Dataset
 from fednoro.engine.cpu import cut, windows
+from fednoro.engine.cuda.coroutines import Coroutine, run_all
 from fednoro.engine.cuda.cuda_lane import CudaLane
 from fednoro.engine.cuda.cuda_site import CudaSite
 from fednoro.engine.cuda.graph_capture import EVALUATION_PIXELS, UnsuitableError
-from fednoro.engine.cuda.greenlet_turns import Coroutine, run_all
 from fednoro.engine.cuda.reply_check import with_extents
 from fednoro.engine.cuda.stacked.client_stack import PREPARED_BYTES, Stack
 from fednoro.engine.cuda.stacked.stacked_kernels import SLOTS

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fednoro.core.types import FloatArray, Step, Task, Weights
+from fednoro.engine.cuda.coroutines import Coroutine
 from fednoro.engine.cuda.cuda_lane import CudaLane
-from fednoro.engine.cuda.greenlet_turns import Coroutine
 from fednoro.engine.cuda.training_request import Request
 from fednoro.engine.eager import EagerSite
 from fednoro.engine.lane import schedule

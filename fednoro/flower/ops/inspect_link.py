@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fednoro.flower.ops.certificates import load_certificate, names_in, public_key_of
-from fednoro.flower.ops.checks import Check, failed, ok, warning
+from fednoro.flower.ops.check_result import Check, failed, ok, warning
 
 TIMEOUT = 10.0  # seconds, for each step
 EXPIRES_SOON = timedelta(days=30)

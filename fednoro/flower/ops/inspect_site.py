@@ -25,7 +25,7 @@ from fednoro.data.cache.preparation import prepare as prepare_cache
 from fednoro.data.sources import Source
 from fednoro.engine.choose import choose_device
 from fednoro.experiment.config.configuration import Config
-from fednoro.flower.ops.checks import Check, failed, ok, warning
+from fednoro.flower.ops.check_result import Check, failed, ok, warning
 from fednoro.models import initialise
 
 SAMPLE = 200  # images that are decoded to see whether they can be read

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fednoro.core.types import UserError
 from fednoro.experiment.config.configuration import Config, resolve
-from fednoro.flower.ops.checks import Check, failed, ok, run_inspection, warning
+from fednoro.flower.ops.check_result import Check, failed, ok, run_inspection, warning
 from fednoro.flower.ops.inspect_link import inspect_ca, inspect_connection, inspect_key
 from fednoro.flower.ops.inspect_site import (
     Holding,

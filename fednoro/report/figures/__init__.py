@@ -6,13 +6,21 @@ from collections.abc import Callable, Iterator
 
 from fednoro.experiment.run_folder.recorded_run import Recorded
 from fednoro.report.drawing.figure import Figure
-from fednoro.report.figures import classes, clients, detection, doubts, marks, training
+from fednoro.report.figures import (
+    classes,
+    clients,
+    detection,
+    doubts,
+    marks,
+    partition,
+    training,
+)
 from fednoro.report.recorded_verdict import RecordedVerdict
 
 Maker = Callable[[Recorded, RecordedVerdict | None], Figure | None]
 
 SECTIONS: dict[str, tuple[Maker, ...]] = {
-    "Data": (classes.partition,),
+    "Data": (partition.partition,),
     "Detection": (
         detection.losses,
         detection.posterior,

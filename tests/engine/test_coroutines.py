@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from fednoro.engine.cuda.greenlet_turns import Coroutine, UnansweredError, run_all
+from fednoro.engine.cuda.coroutines import Coroutine, UnansweredError, run_all
 
 
 def adding(numbers: Sequence[int], log: list[str], name: str) -> Coroutine:
