@@ -92,8 +92,8 @@ def table1(
 ) -> None:
     """Nine methods × the noise settings of the ICH grid: Best and Last BACC.
 
-    Example: fednoro bench table1 --data ham10000 --rates 0,0.4,0.6 --ranges
-    0.5-0.7 data.path=~/HAM10000
+    Example: fednoro bench table1 --data ham10000 --rates 0,0.4,0.6 --ranges 0.5-0.7 \
+data.path=~/HAM10000
     """
     _run(["table1"], items, data, seeds, rounds, out, jobs, quick, quiet, rates, ranges, methods)
 
@@ -133,8 +133,8 @@ def table3(
     quick: Quick = False,
     quiet: Quiet = False,
 ) -> None:
-    """Indicators of a noisy client, with and without LA: recall, precision and
-    exact match over mixture seeds.
+    """Indicators of a noisy client, with and without LA: recall, precision and exact match over \
+mixture seeds.
 
     Example: fednoro bench table3 --data ham10000 --rates 0.4 --ranges 0.5-0.7 data.path=~/HAM10000
     """
@@ -220,8 +220,8 @@ def figure_t1(
     quick: Quick = False,
     quiet: Quiet = False,
 ) -> None:
-    """Detection of noisy clients against the warm-up's length: one long
-    warm-up, judged after each round.
+    """Detection of noisy clients against the warm-up's length: one long warm-up, judged after \
+each round.
 
     Example: fednoro bench figure-t1 --rounds 30 data.path=~/rsna
     """

@@ -62,8 +62,8 @@ def simulate(
     resume: Resume = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run on this machine through Flower's own simulation: every message is Flower's, the
-    weights are `fednoro run`'s.
+    """Run on this machine through Flower's own simulation: every message is Flower's, the \
+weights are `fednoro run`'s.
 
     It takes Ray, some 20 seconds to start and more memory. For research, `fednoro run` is faster.
 
@@ -114,11 +114,11 @@ def run(
     resume: Resume = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run on a SuperLink and its sites; ends with 0 only if the run completed,
-    with 3 if the SuperLink is away.
+    """Run on a SuperLink and its sites; ends with 0 only if the run completed, with 3 if the \
+SuperLink is away.
 
-    Rounds are shown where the run folder can be read from here, that is on
-    the SuperLink's own machine.
+    Rounds are shown where the run folder can be read from here, that is on the SuperLink's own \
+machine.
 
     Examples: fednoro flower run federation --superlink hospital --min-sites 3
 
@@ -173,11 +173,11 @@ def audit(
     round_timeout: Timeout = None,
     quiet: Quiet = False,
 ) -> None:
-    """Estimate how many labels are wrong at each site of a run; each site gets a
-    letter with the images to look at.
+    """Estimate how many labels are wrong at each site of a run; each site gets a letter with the \
+images to look at.
 
-    The coordinator's page is RUN/audit/index.html. Letters are written at the sites,
-    and nothing in them is sent.
+    The coordinator's page is RUN/audit/index.html. Letters are written at the sites, and nothing \
+in them is sent.
 
     The same command again goes on with an audit that was stopped.
 

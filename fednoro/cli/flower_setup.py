@@ -47,8 +47,9 @@ def certs(
 ) -> None:
     """Make a CA, the SuperLink's certificate and a key pair for each site; later calls add sites.
 
-    What is there stays there. --force makes the SuperLink's certificate (with --host) and the named
-    sites' keys anew, never the CA.
+    What is there stays there. --force makes the SuperLink's certificate (with --host) and the \
+named sites' keys anew,
+    never the CA.
 
     Examples: fednoro flower certs certs --host link.example.org --host 10.0.0.7 --sites north,south
 
@@ -92,8 +93,8 @@ def init(
     ],
     items: Items = None,
 ) -> None:
-    """Write an app folder that `flwr run` takes: pyproject.toml, README.md
-    and the run's configuration.
+    """Write an app folder that `flwr run` takes: pyproject.toml, README.md and the run's \
+configuration.
 
     Example: fednoro flower init federation digits train.rounds=50 method=fednoro
     """
@@ -170,13 +171,13 @@ def site_check(
     full: Full = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check data, labels, disk, memory, device, packages, certificate, key and
-    connection before anything is sent.
+    """Check data, labels, disk, memory, device, packages, certificate, key and connection before \
+anything is sent.
 
     Ends with 0 if nothing failed, with 1 otherwise. Warnings do not count.
 
-    Example: fednoro flower site check site.yaml --superlink link.example.org:8000
-    --root-certificates ca.crt --key key
+    Example: fednoro flower site check site.yaml --superlink link.example.org:8000 \
+--root-certificates ca.crt --key key
     """
     from fednoro.flower.ops.check_result import passed
     from fednoro.flower.ops.site_check import check_site

@@ -34,8 +34,9 @@ def ls(
 ) -> None:
     """List what can be chosen, with every option, its default and its meaning.
 
-    WHAT is methods, data, partitions, noise, models, presets, split, train or general, or the name
-    of one entry, such as fedla; without it, names alone.
+    WHAT is methods, data, partitions, noise, models, presets, split, train or general, or the \
+name of one entry, such
+    as fedla; without it, names alone.
 
     Example: fednoro ls methods
     """

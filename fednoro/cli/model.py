@@ -34,11 +34,12 @@ def export(
         str | None, typer.Option(metavar="FILE", help="Write a safetensors file.")
     ] = None,
 ) -> None:
-    """Write a run's model as one file, after comparing its outputs with the
-    network's on test images of the run.
+    """Write a run's model as one file, after comparing its outputs with the network's on test \
+images of the run.
 
-    The file's metadata holds the class names and the preprocessing. The ONNX model takes batches of
-    any size. ONNX needs the extra export.
+    The file's metadata holds the class names and the preprocessing. The ONNX model takes batches \
+of any size.
+    ONNX needs the extra export.
 
     Example: fednoro export runs/digits-fednoro-seed0 --onnx digits.onnx
     """

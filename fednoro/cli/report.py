@@ -102,8 +102,8 @@ def compare(
     ] = None,
     to: Annotated[str, typer.Option(help="Where to write: NAME.html and NAME.csv.")] = "compare",
 ) -> None:
-    """Compare runs: groups that differ only in their seed, mean ± std,
-    and differences paired by seed.
+    """Compare runs: groups that differ only in their seed, mean ± std, and differences paired by \
+seed.
 
     Runs are paired only where the seed, the clients, their labels and the test images are the same.
 
