@@ -1,7 +1,7 @@
 """How well the audit finds wrong labels that are known: against pooled data, cleanlab and chance.
 
-python -m benchmarks.audit [PRESET] [--seeds 5] [--scores early cross_fit] [--folds
-5] [--json FILE] [key=value …]
+python -m benchmarks.audit [PRESET] [--seeds 5] [--scores early cross_fit] [--folds 5]
+                           [--json FILE] [key=value …]
 
 PRESET is digits (default) or another with artificial noise, such as ham10000 with data.path=…
 and so on. For each seed the preset's federation is made, without training the preset's

@@ -2,8 +2,8 @@
 federations and from the same warm-up.
 
 python -m benchmarks.conditions [--preset digits] [--conditions symmetric pair-flip …]
-[--rate 0.4] [--seeds 0 1 2]
-                                [--methods fedla fednoro] [--results FILE] [--jobs 1] [key=value …]
+                                [--rate 0.4] [--seeds 0 1 2] [--methods fedla fednoro]
+                                [--results FILE] [--jobs 1] [key=value …]
 
 FedNoRo+ plays its warm-up, which is FedLA's but for what clients measure, and goes on; the others
 go on from the same model, and their seconds are with that warm-up. Last is the mean of the last 10

@@ -1,10 +1,9 @@
 """Who is found noisy, by which rule: the paper's mixture, its published code's, what
 clients can explain, and doubts.
 
-python -m benchmarks.detection [--preset digits] [--rates 0 0.2 0.4 0.6 0.8
-1] [--ranges 0.3-0.5 0.5-0.7]
-                               [--seeds 0 1 2] [--warmups 10] [--again] [--evidence
-                               FILE] [--jobs 1] [key=value …]
+python -m benchmarks.detection [--preset digits] [--rates 0 0.2 0.4 0.6 0.8 1]
+                               [--ranges 0.3-0.5 0.5-0.7] [--seeds 0 1 2] [--warmups 10] [--again]
+                               [--evidence FILE] [--jobs 1] [key=value …]
 
 Each setting is one warm-up by FedLA, which all rules share: at its end the clients' class losses
 go to the paper's detector and to the published code's, and what they have measured in its last

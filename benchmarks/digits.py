@@ -1,7 +1,7 @@
 """The default experiment for every method over several seeds: what README.md shows.
 
 python -m benchmarks.digits [--seeds 5] [--methods fedavg fedla fednoro]
-[--figure FILE] [key=value …]
+                            [--figure FILE] [key=value …]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ms per client-step over whole rounds: the plain loop, `eager`, the fast engine, and the limit.
 
 python -m benchmarks.engine [--network resnet18 cnn] [--sizes 32 64 112 224]
-[--precision fp32 tf32 bf16] [--kd] …
+                            [--precision fp32 tf32 bf16] [--kd] …
 
 A round is FedAvg's: every client trains for one epoch and the models are averaged. The limit is
 the same machinery with one client that holds all the data, in batches as large as those of all

@@ -1,7 +1,7 @@
 """What a wrong verdict costs FedNoRo+: noisy clients named right, and one or two of them wrong.
 
-python -m benchmarks.misjudged [--preset digits] [--rates 0.4 0.6] [--seeds 0
-1 2] [--jobs 2] [key=value …]
+python -m benchmarks.misjudged [--preset digits] [--rates 0.4 0.6] [--seeds 0 1 2]
+                               [--jobs 2] [key=value …]
 
 The clients are drawn at random from the truth: missed ones train as clean ones do and teach the
 correction, clean ones too many are left out of the purge and have their labels corrected. Last is

@@ -1,7 +1,7 @@
 """Whole runs in one precision against another, on the same seeds: how far apart their results are.
 
 python -m benchmarks.precision [PRESET] [--first 0] [--seeds 3]
-[--precisions fp32 bf16] [key=value …]
+                               [--precisions fp32 bf16] [key=value …]
 """
 
 from __future__ import annotations

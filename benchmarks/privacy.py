@@ -2,7 +2,7 @@
 again under every protection.
 
 python -m benchmarks.privacy [key=value …] [--seeds 10] [--first 10] [--draws 20]
-[--epsilons 10 3 1] [--min-counts 0 3]
+                             [--epsilons 10 3 1] [--min-counts 0 3]
 
 The warm-up is FedLA for as many rounds as FedNoRo's, which is the same training to the bit. The
 alternative in the same table is ε = ∞ with nothing withheld: what FedNoRo sees by default.

@@ -1,7 +1,8 @@
 """Seconds and peak memory per round for more and more clients that share the same data.
 
-python -m benchmarks.scale [--network resnet18] [--clients 20 50 100 200] [--method fedavg fednoro]
-[--size 32] … python -m benchmarks.scale --network cnn --clients 20 100 1000
+python -m benchmarks.scale [--network resnet18] [--clients 20 50 100 200]
+                           [--method fedavg fednoro] [--size 32] …
+python -m benchmarks.scale --network cnn --clients 20 100 1000
 
 FedNoRo's round is one of its second stage with every other client flagged: those distil, all models
 are held at once, and the server weighs them by their distances. Each row comes from a fresh
