@@ -45,8 +45,8 @@ __all__ = [
     "run",
     "write_report",
 ]
-# Where each name lives. Nothing is loaded before it is used: `import fednoro` is quick, and the
-# equations work without the dependencies of the configuration.
+# Where each name lives. Nothing is loaded before it is used:
+# `import fednoro` is quick, and the equations work without the dependencies of the configuration.
 _HOMES = {
     "Dataset": "data.dataset",
     "Method": "methods",

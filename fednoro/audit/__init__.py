@@ -1,3 +1,3 @@
-"""What each site's labels look like, told to the site itself: federated confident
-learning, pages and letters.
+"""What each site's labels look like, told to the site itself:
+federated confident learning, pages and letters.
 """

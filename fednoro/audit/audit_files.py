@@ -63,8 +63,8 @@ class FinishedAudit:
 def audit_run(
     run: Path, options: AuditOptions | None = None, watcher: Watcher | None = None
 ) -> FinishedAudit:
-    """Audits a run: index.html and audit.json for the coordinator, sites/NAME/
-    with a letter for each site.
+    """Audits a run: index.html and audit.json for the coordinator,
+    sites/NAME/ with a letter for each site.
 
     A folder that holds something already, decisions perhaps, is left alone unless `options` say
     `force`.
@@ -138,7 +138,7 @@ def _letters(
         accepted_rows += rows(site, ranking, accept=True)
         letters.append(folder / names[k] / "letter.html")
         subject.lab.watcher.progress("writing letters", len(letters), len(outcome.probabilities))
-    # nobody could, outside a simulation
+    # Only a simulation can write one file for all sites.
     write_whole(folder / "accepted.csv", sheet(COLUMNS, accepted_rows))
     return tuple(letters)
 

@@ -5,9 +5,8 @@
     predict each site keeps the model's outputs f, in cross-fitting for the fold's images; it sends
             its class counts
     sums    the coordinator says how frequent each class is over all sites, π: FedLA's outputs are
-            for classes of equal
-            frequency, so that p = softmax(f + log π); each site sends Σ p_j and its
-            counts, and receives thresholds t_j
+            for classes of equal frequency, so that p = softmax(f + log π); each site sends Σ p_j
+            and its counts, and receives thresholds t_j
     joint   each site sends its C×C counts
 
 The probabilities stay in the site's memory, where its letter is made from them. `scores` says why
@@ -56,8 +55,8 @@ OUTPUTS, PROBABILITIES, LEVELS = "audit.outputs", "audit.probabilities", "audit.
 
 @dataclass(frozen=True)
 class Audit(FedLA):
-    """Federated confident learning; its state's memo ends with each
-    site's sums, counts and joint.
+    """Federated confident learning;
+    its state's memo ends with each site's sums, counts and joint.
     """
 
     scores: Literal["early", "cross_fit", "corrected"] = option(
@@ -87,8 +86,8 @@ class Audit(FedLA):
         return self.training + 1
 
     def explain(self) -> str:
-        """Where the probabilities come from, and why they can be trusted with
-        labels that the models learn from.
+        """Where the probabilities come from,
+        and why they can be trusted with labels that the models learn from.
         """
         rounds = "one round" if self.warmup == 1 else f"{self.warmup} rounds"
         if self.scores == "early":
@@ -145,7 +144,7 @@ class Audit(FedLA):
 
     def fold(self, state: State, replies: Replies) -> State:
         if replies.task == "train":
-            # where the model of every fold begins
+            # The model of every fold begins here.
             models = {"start": state.models.get("start", state.model)}
             return replace(super().fold(state, replies), stage="training to audit", models=models)
         if replies.task == "predict":
@@ -181,7 +180,7 @@ class Audit(FedLA):
                 [row["counts"] for row in site_sums.values()],
             )
             if self.scores == "corrected":
-                # from models of different kinds: what is most probable counts
+                # Models of different kinds share no threshold: the most probable class counts.
                 level = np.where(level < NEVER, 2 * SLACK, NEVER)
             return replace(
                 state,
@@ -249,8 +248,8 @@ class Audit(FedLA):
         )
 
     def _fill_outputs(self, task: Task, site: Site) -> Tensor:
-        """The site's outputs with those that this model may give
-        filled in; NaN where none may yet.
+        """The site's outputs with those that this model may give filled in;
+        NaN where none may yet.
         """
         p = site.logits(task, task.weights).double().softmax(1).cpu()
         if "fold" not in task.settings:
@@ -264,8 +263,8 @@ class Audit(FedLA):
 
 @dataclass(frozen=True)
 class Answers:
-    """What the coordinator has of the sites once the audit is over; clients
-    without a joint are not in it.
+    """What the coordinator has of the sites once the audit is over;
+    clients without a joint are not in it.
     """
 
     counts: Mapping[int, IntArray]

@@ -25,8 +25,8 @@ from numpy.typing import ArrayLike
 
 from fednoro.core.types import FloatArray, IntArray, UserError
 
-# by which p_j may fall short of t_j: a site whose images all have the same p
-# must not miss its own mean
+# By how much p_j may fall short of t_j:
+# a site whose images all have the same p must not miss its own mean.
 SLACK = 1e-6
 NEVER = 2.0  # the threshold of a class that nobody holds: no probability reaches it
 UNSURE = -1  # what an image looks like that reaches no threshold
@@ -56,8 +56,8 @@ def thresholds(sums: Sequence[ArrayLike], counts: Sequence[ArrayLike]) -> FloatA
 
 
 def looks_like(probabilities: ArrayLike, thresholds: ArrayLike) -> IntArray:
-    """Site: the class that each image confidently looks like, `UNSURE`
-    where it reaches no threshold.
+    """Site: the class that each image confidently looks like,
+    `UNSURE` where it reaches no threshold.
     """
     p, t = np.asarray(probabilities, dtype=np.float64), np.asarray(thresholds, dtype=np.float64)
     if p.ndim != 2 or t.shape != p.shape[1:]:

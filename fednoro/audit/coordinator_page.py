@@ -225,7 +225,7 @@ def doubt(findings: Findings) -> str | None:
             "rounds before you write to anybody."
         )
     estimates = [site.estimate for site in findings.sites if site.estimate is not None]
-    # others may well be 0
+    # A share that is not shown may well be 0.
     shares = [estimate.share for estimate in estimates if estimate.share is not None]
     if 1 < len(shares) == len(estimates) and min(shares) > DOUBTFUL_MINIMUM:
         return (

@@ -63,7 +63,7 @@ class SiteFinding:
     images: int
     suspected: str  # how many look like another class: a number, "<n" or "withheld"
     estimate: Estimate | None  # None where too few images could be judged
-    # labelled, looks like: the site's most frequent, none below n
+    # (labelled, looks like): the site's most frequent pairs, none below n
     pairs: tuple[tuple[str, str], ...]
     scarce: tuple[str, ...]  # classes with fewer than n images here, or none
     verdict: str | None  # noisy, clean, not scored
@@ -135,8 +135,8 @@ def findings(
 
 
 def judged_at_most(site: SiteFinding, least: int) -> int:
-    """The most images of a site that can have been judged, m, as far as
-    what is shown of it tells that.
+    """The most images of a site that can have been judged, m,
+    as far as what is shown of it tells that.
     """
     estimate, suspected = site.estimate, site.suspected.replace(",", "")
     if estimate is None:
@@ -155,20 +155,20 @@ def judged_at_most(site: SiteFinding, least: int) -> int:
 
 
 def _table(joint: IntArray, class_counts: IntArray, least: int) -> tuple[Line, ...]:
-    """For each label what its images look like, and how many are not sure; a row sums
-    to the images with that label.
+    """For each label what its images look like, and how many are not sure;
+    a row sums to the images with that label.
     """
     rest = class_counts - joint.sum(axis=1)
     lines = []
     for i in range(len(class_counts)):
-        # A class that nobody holds has nothing to hide. Elsewhere the cells that
-        # readers miss least go first.
+        # A class that nobody holds has nothing to hide.
+        # Elsewhere the cells that readers miss least go first.
         n = least if class_counts[i] else 0
         lines.append(
             suppress([*joint[i].tolist(), int(rest[i])], n, hide_first=[len(class_counts), i])
         )
     if any(line.total is None for line in lines):
-        # all images less the other totals would give it away
+        # All images less the other totals would give it away.
         lines = [replace(line, total=None) for line in lines]
     return tuple(lines)
 
@@ -196,8 +196,8 @@ def _down(share: float) -> float:
 def _pairs(
     joint: IntArray, table: Sequence[Line], classes: Sequence[str], least: int
 ) -> tuple[tuple[str, str], ...]:
-    """The site's pairs of at least n images, most frequent first; without counts, and
-    none that the table withholds.
+    """The site's pairs of at least n images, most frequent first;
+    without counts, and none that the table withholds.
     """
     pairs = [
         (int(joint[i, j]), i, j)

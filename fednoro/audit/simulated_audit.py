@@ -1,5 +1,5 @@
-"""An audit of a simulated run: the run's federation, network and
-hardware, with the audit's exchanges.
+"""An audit of a simulated run:
+the run's federation, network and hardware, with the audit's exchanges.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Subject:
 
 
 def warmup_of(config: Config) -> int:
-    """How many rounds a model is trained before it judges labels: the run's own
-    warm-up, if its method has one.
+    """How many rounds a model is trained before it judges labels:
+    the run's own warm-up, if its method has one.
     """
     return int(getattr(config.method, "warmup", 0) or min(EARLY_ROUNDS, config.train.rounds))
 
@@ -90,8 +90,8 @@ class Outcome(Answers):
 
 
 def examine(subject: Subject, audit: Audit, clients: Sequence[Client] | None = None) -> Outcome:
-    """Plays the audit's exchanges over the run's clients, or over
-    others that hold the same data.
+    """Plays the audit's exchanges over the run's clients,
+    or over others that hold the same data.
     """
     engine, config, watcher = subject.lab.engine, subject.config, subject.lab.watcher
     engine.serve(subject.federation.clients() if clients is None else clients)

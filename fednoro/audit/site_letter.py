@@ -61,8 +61,8 @@ class Holding:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How the site's labels were judged: the model's probabilities, the common
-    thresholds, and where they come from.
+    """How the site's labels were judged:
+    the model's probabilities, the common thresholds, and where they come from.
     """
 
     probabilities: NDArray[np.float64]
@@ -96,8 +96,8 @@ def write_letter(folder: Path, site: Holding, judgement: Judgement, top: int = T
 
 
 def rows(site: Holding, ranking: Ranking, accept: bool) -> list[tuple[str, ...]]:
-    """The cells of `COLUMNS` for every image; with `accept`, confident
-    suggestions take the place of labels.
+    """The cells of `COLUMNS` for every image;
+    with `accept`, confident suggestions take the place of labels.
     """
     labels = (
         np.where(ranking.differs, ranking.suggested, ranking.labels) if accept else ranking.labels

@@ -78,8 +78,8 @@ def _safe(cells: Sequence[int], marks: Sequence[Mark], least: int) -> bool:
         return True
     hidden = sum(cell for cell, mark in zip(cells, marks, strict=True) if mark != "shown")
     large = sum(mark == "withheld" for mark in marks)
-    # From above: one small cell must be able to be n−1. From below: able to be 0,
-    # the others holding the rest.
+    # From above: one small cell must be able to be n−1.
+    # From below: able to be 0, the others holding the rest.
     return hidden - least * large >= least - 1 and (
         large > 0 or hidden <= (small - 1) * (least - 1)
     )

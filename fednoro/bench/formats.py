@@ -57,8 +57,8 @@ def paper_figure(cell: Cell) -> str:
 
 
 def best(rows: Sequence[Row]) -> set[tuple[int, int]]:
-    """Where the largest mean of each column and group is, as rows and columns; all
-    of them on ties of two digits.
+    """Where the largest mean of each column and group is, as rows and columns;
+    all of them on ties of two digits.
     """
     positions: set[tuple[int, int]] = set()
     for group in {row.group for row in rows}:

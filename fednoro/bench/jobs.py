@@ -269,8 +269,8 @@ def _model_after(folder: Path, number: int) -> Weights:
 def begin(
     config: Config, federation: Path, earlier_run: Path | None = None, stage: str = "training"
 ) -> Path:
-    """Makes a run folder that `experiment.resume` carries on, from a federation and
-    rounds that were made before.
+    """Makes a run folder that `experiment.resume` carries on,
+    from a federation and rounds that were made before.
 
     It is as if the run had been stopped after those rounds, so that its result has
     the bits of a run that made them itself. That both configurations agree on those
@@ -403,14 +403,14 @@ def closure(targets: Sequence[Job]) -> list[Job]:
         if job.done or job.name in open_jobs:
             return
         if not (isinstance(job, Train) and checkpoints(RunFolder(job.path))):
-            # that has all it needs
+            # A run with a checkpoint has all that it needs.
             for need in job.needs:
                 visit(need)
         open_jobs[job.name] = job
 
     for target in targets:
         visit(target)
-    # what others wait for, then the longest first
+    # First what others wait for, then the longest.
     needed_names = {need.name for job in open_jobs.values() for need in job.needs}
     return sorted(
         open_jobs.values(), key=lambda job: (job.name not in needed_names, _depth(job), -job.rounds)

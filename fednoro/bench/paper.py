@@ -43,8 +43,8 @@ GRIDS = {
     "isic2019": _settings((0.4, 0.6), STRONG),
 }
 
-# Best and Last of each column of `GRIDS`; methods that have no figure for ρ = 0
-# begin with the second column.
+# Best and Last of each column of `GRIDS`;
+# methods that have no figure for ρ = 0 begin with the second column.
 _TABLE_1 = {
     "fedavg": (
         (69.34, 65.81, 64.53, 62.49, 60.82, 60.52, 58.38, 58.46, 54.77),

@@ -1,5 +1,5 @@
-"""The paper's figures as data: how the samples are spread, and how detection
-depends on the warm-up's length.
+"""The paper's figures as data:
+how the samples are spread, and how detection depends on the warm-up's length.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from fednoro.data.noise import Flips
 from fednoro.experiment.config.configuration import Config, resolve, section_name
 from fednoro.methods import METHODS, Method
 
-# Options that count rounds: they shrink and grow with `--rounds`, so that a short
-# version keeps its proportions.
+# Options that count rounds:
+# they shrink and grow with `--rounds`, so that a short version keeps its proportions.
 ROUND_OPTIONS = {
     "fednoro": ("warmup", "ramp_end"),
     "fedlsr": ("warmup",),
@@ -84,8 +84,8 @@ class Order:
         method: str | None = None,
         options: Sequence[str] = (),
     ) -> Config:
-        """One run: a row of a table (a method by that name, or `method` with
-        `options`) under one kind of noise.
+        """One run: a row of a table
+        (a method by that name, or `method` with `options`) under one kind of noise.
         """
         method = row if method is None else method
         noise = [f"noise.{key}={value!r}" for key, value in setting._asdict().items()]
@@ -125,5 +125,5 @@ def _round_options(kind: type[Method]) -> tuple[str, ...]:
 
 @functools.cache
 def _base(source: str, overrides: tuple[str, ...], method: str) -> Config:
-    # whoever calls bench asks for noise
+    # `noise={}`: whoever calls bench asks for noise, so that no warning is due.
     return resolve(source, [*overrides, f"method={method}", "noise={}"])

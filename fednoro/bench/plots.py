@@ -1,5 +1,5 @@
-"""Figures fit for a paper: matplotlib, colours that colour-blind readers tell
-apart, and shapes beside them.
+"""Figures fit for a paper:
+matplotlib, colours that colour-blind readers tell apart, and shapes beside them.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def write(figure: Any, stem: Path) -> list[Path]:
 
 
 def partition(federation: Federation, clean: IntArray, observed: IntArray) -> Any:
-    """Dots sized by sample count per client and class: true labels on the
-    left, given ones on the right.
+    """Dots sized by sample count per client and class:
+    true labels on the left, given ones on the right.
     """
     clients, classes = clean.shape
     noisy: BoolArray = (
         np.zeros(clients, dtype=np.bool_) if federation.noisy is None else federation.noisy
     )
-    # inches between clients, and between classes at least as much
+    # Inches between clients, and between classes at least as much.
     pitch = max(0.13, min(0.22, 3.2 / clients))
     width, height = pitch * (clients + 1), max(pitch, 0.17) * (classes + 1)
     largest = max(int(clean.max()), int(observed.max()), 1)
@@ -169,7 +169,7 @@ def detection(panels: Mapping[tuple[str, ...], FloatArray], t1: int) -> Any:
                     axes.fill_between(
                         rounds, values.min(0), values.max(0), color=colour, alpha=0.13, linewidth=0
                     )
-                # in turns, so that equal curves do not hide each other's marks
+                # Marks take turns, so that equal curves do not hide each other's.
                 spacing = max(3, len(rounds) // 8)
                 axes.plot(
                     rounds,

@@ -1,5 +1,5 @@
-"""How a bench gets on: runs done, what is running with its round, and
-when all of it will be done.
+"""How a bench gets on:
+runs done, what is running with its round, and when all of it will be done.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PLAIN_EVERY = 30.0  # seconds between lines about what is running, where there i
 
 
 class Board:
-    """A live display in a terminal; elsewhere a line for each job that ends,
-    and one now and then between.
+    """A live display in a terminal;
+    elsewhere a line for each job that ends, and one now and then between.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Board:
 
     @property
     def eta(self) -> float | None:
-        """Seconds left, if every round takes as long as those so far on
-        average; None before the first.
+        """Seconds left, if every round takes as long as those so far on average;
+        None before the first.
         """
         rounds_played = sum(self._rounds_done[name] for name in self._first_rounds)
         if self._start_time is None or not rounds_played:

@@ -228,8 +228,8 @@ class Comparison(Grid):
 
 @dataclass(frozen=True)
 class Indicators(Grid):
-    """Table 3: which indicator finds the noisy clients, with and without
-    logit adjustment in the warm-up.
+    """Table 3: which indicator finds the noisy clients,
+    with and without logit adjustment in the warm-up.
     """
 
     name: str = "table3"
@@ -357,8 +357,8 @@ def settings_of(
 
 
 def paper_grid(name: str, data: str) -> tuple[tuple[float, ...], tuple[tuple[float, float], ...]]:
-    """The rates and ranges that the paper has for a table; those of ISIC 2019
-    for data that it does not have.
+    """The rates and ranges that the paper has for a table;
+    those of ISIC 2019 for data that it does not have.
     """
     if name == "table1":
         settings: Sequence[Setting] = GRIDS["ich"]

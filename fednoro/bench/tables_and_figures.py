@@ -1,5 +1,5 @@
-"""From a command to files: what is missing is made, then the tables
-are filled, shown and written.
+"""From a command to files:
+what is missing is made, then the tables are filled, shown and written.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Jobs in order, in this process or in several: what fails does not stop the
-rest, Ctrl-C stops all of it.
+"""Jobs in order, in this process or in several:
+what fails does not stop the rest, Ctrl-C stops all of it.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class _Worker:
 
 @dataclass
 class _Pool:
-    """Processes that live as long as there is work, so that imports and the GPU's
-    context are paid once in each.
+    """Processes that live as long as there is work,
+    so that imports and the GPU's context are paid once in each.
     """
 
     size: int
@@ -161,7 +161,7 @@ class _Pool:
         while blocked_job := next(
             (job for job in open_jobs if _blocking_reason(job, failures)), None
         ):
-            # one may hinder the next
+            # One blocked job may block the next.
             open_jobs.remove(blocked_job)
             _record_end(
                 failures, blocked_job, _blocking_reason(blocked_job, failures), self.audience

@@ -83,7 +83,7 @@ def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2, Ctrl-C is 130."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # a ✓ that a terminal cannot show must not end a run
+            # A ✓ that a terminal cannot show must not end a run.
             stream.reconfigure(errors="replace")
     sys.path.append(str(Path.cwd()))  # where the module of `model=module:factory` is
 

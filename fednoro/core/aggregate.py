@@ -23,7 +23,7 @@ from fednoro.core.types import FedNoRoWarning, UserError, Weights
 Distance = Literal["paper", "reference"]
 Models: TypeAlias = Tensor | NDArray[Any] | Sequence[Tensor] | Sequence[Mapping[str, Tensor]]
 
-# entries of one float64 block, over all models: 32 and 512 MiB
+# Entries of one float64 block, over all models: 32 and 512 MiB.
 _BLOCK = {"cpu": 2**22, "cuda": 2**26}
 # A block's Gram entries carry a relative error of some 1e-15 (float64 sums, accumulated in
 # blocks), so a d² below this share of ‖w_i‖² + ‖w_j‖² says no more than "equal"; at the share
@@ -34,8 +34,8 @@ _LARGEST = 1e150  # the squares of larger entries leave float64
 
 
 def pairwise_distances(models: Tensor | Sequence[Tensor]) -> Tensor:
-    """L2 distances between K vectors, or the rows of a K×P matrix, on any
-    device: K×K, float64, on the CPU.
+    """L2 distances between K vectors, or the rows of a K×P matrix, on any device:
+    K×K, float64, on the CPU.
 
     All come from one Gram matrix of the rows minus the first one, which keeps the common part
     of the models out of the subtraction. Distances below about 3e-7 of their distances to the
@@ -59,8 +59,8 @@ def pairwise_distances(models: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """rows·rowsᵀ; on a GPU as many short products side by side, because a long one
-    keeps few of its units busy.
+    """rows·rowsᵀ; on a GPU as many short products side by side,
+    because a long one keeps few of its units busy.
     """
     count = rows.shape[1] // _PRODUCT_COLUMNS if rows.device.type == "cuda" else 0
     parts = (
@@ -155,8 +155,8 @@ def size_weights(sizes: ArrayLike | Tensor) -> Tensor:
 
 
 def mix(models: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of the rows of a K×P matrix, accumulated in float64, in
-    the models' dtype and device.
+    """The weighted sum of the rows of a K×P matrix,
+    accumulated in float64, in the models' dtype and device.
     """
     if models.ndim != 2 or not len(models) or weights.shape != models.shape[:1]:
         raise UserError(
@@ -164,8 +164,8 @@ def mix(models: Tensor, weights: Tensor) -> Tensor:
             f"{tuple(models.shape)} and {tuple(weights.shape)}"
         )
     first, *rest = weights.tolist()
-    # starting from the first row rather than from 0 keeps a single model's
-    # bits, the sign of −0 included
+    # Starting from the first row rather than from 0 keeps a single model's bits,
+    # the sign of −0 included.
     total = _float64(models[0].detach(), copy=True).mul_(first)
     for row, weight in zip(models[1:].detach(), rest, strict=True):
         _accumulate(total, row, weight)
@@ -206,8 +206,8 @@ def average(pairs: Iterable[tuple[Weights, float]]) -> Weights:
 
 
 def _accumulate(total: Tensor, values: Tensor, weight: float) -> None:
-    """Adds weight·values in float64; on a CPU in pieces: a conversion
-    that leaves the cache is slow.
+    """Adds weight·values in float64;
+    on a CPU in pieces: a conversion that leaves the cache is slow.
     """
     if total.device.type == "cuda":
         total.add_(values.to(total.device), alpha=weight)  # converts as it goes

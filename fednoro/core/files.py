@@ -60,8 +60,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def take_lock(file: IO[Any]) -> bool:
-    """Takes the file's lock, which goes with the process however that
-    ends; False if another holds it.
+    """Takes the file's lock, which goes with the process however that ends;
+    False if another holds it.
     """
     try:
         if sys.platform == "win32":

@@ -31,8 +31,8 @@ def log_prior(counts: Tensor) -> Tensor:
 
 
 def logit_adjusted_ce(logits: Tensor, labels: Tensor, log_prior: Tensor) -> Tensor:
-    """Mean cross-entropy of softmax(logits + log π); finite as long as
-    every label has a non-zero prior.
+    """Mean cross-entropy of softmax(logits + log π);
+    finite as long as every label has a non-zero prior.
     """
     return F.cross_entropy(logits + log_prior, labels)
 
@@ -79,13 +79,13 @@ def one_hot(labels: Tensor, classes: int) -> Tensor:
 
 
 def per_class_losses(logits: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of each class (NaN where there is no sample) and
-    its sample count, both float64.
+    """Mean cross-entropy of each class (NaN where there is no sample)
+    and its sample count, both float64.
     """
     losses = F.cross_entropy(logits.double(), labels, reduction="none")
     members = one_hot(labels, classes)
     counts = members.sum(dim=0, dtype=torch.float64)
-    # a masked sum: deterministic on every device, and an infinite loss stays within its class
+    # A masked sum is deterministic on every device, and an infinite loss stays within its class.
     return torch.where(members, losses[:, None], 0.0).sum(dim=0) / counts, counts
 
 
@@ -118,7 +118,7 @@ def symmetric_ce(logits: Tensor, labels: Tensor, alpha: float = 0.1, beta: float
     """
     logits = at_least_float32(logits)
     p = torch.softmax(logits, dim=1).clamp(min=1e-7)
-    # log 1 = 0 at the given label
+    # At the given label log 1 = 0.
     rce = -math.log(1e-4) * p.masked_fill(one_hot(labels, p.shape[1]), 0.0).sum(dim=1)
     return alpha * F.cross_entropy(logits, labels) + beta * rce.mean()
 
@@ -129,8 +129,8 @@ def sharpen(log_p: Tensor) -> Tensor:
 
 
 def js_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """JS(p, q) = (KL(p ‖ m) + KL(q ‖ m)) / 2, m = (p + q) / 2, averaged over
-    the batch; all entries above 0.
+    """JS(p, q) = (KL(p ‖ m) + KL(q ‖ m)) / 2, m = (p + q) / 2,
+    averaged over the batch; all entries above 0.
     """
     log_m = torch.log((p + q) / 2)
     return ((p * (torch.log(p) - log_m) + q * (torch.log(q) - log_m)) / 2).sum(dim=1).mean()
@@ -142,18 +142,18 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def drift(w: Iterable[Tensor], w_g: Iterable[Tensor]) -> Tensor:
-    """W − w_g as one vector, over the tensors of `w` that are trained; their
-    counterparts come in the same order.
+    """The vector w − w_g over the tensors of `w` that are trained;
+    their counterparts come in the same order.
     """
     pairs = [(a, b.detach()) for a, b in zip(w, w_g, strict=True) if _is_trained(a)]
-    # One vector: a network has many small tensors, and three operations on
-    # each would outnumber its own.
+    # One vector: a network has many small tensors,
+    # and three operations on each would outnumber its own.
     return torch.cat([a.flatten() for a, _ in pairs]) - torch.cat([b.flatten() for _, b in pairs])
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    """Whether it has a gradient; inside `torch.vmap` a tensor does not say so, and
-    only trained ones come there.
+    """Whether it has a gradient;
+    inside `torch.vmap` a tensor does not say so, and only trained ones come there.
     """
     return tensor.requires_grad or torch._C._functorch.is_batchedtensor(tensor)
 

@@ -58,8 +58,8 @@ def balanced_accuracy(y_true: ArrayLike, y_pred: ArrayLike, classes: int) -> flo
 
 
 def detection(flagged: ArrayLike, truth: ArrayLike) -> Detection:
-    """Recall, precision and exact match of flagged clients, both
-    given as one boolean per client.
+    """Recall, precision and exact match of flagged clients,
+    both given as one boolean per client.
     """
     flags, noisy = np.asarray(flagged, dtype=np.bool_), np.asarray(truth, dtype=np.bool_)
     if flags.ndim != 1 or flags.shape != noisy.shape:
@@ -76,8 +76,8 @@ def detection(flagged: ArrayLike, truth: ArrayLike) -> Detection:
 
 
 def best_last(values: ArrayLike, last: int = 10) -> BestLast:
-    """Best, the mean of the last `last` values (of all where there
-    are fewer), and the final one.
+    """Best, the mean of the last `last` values (of all where there are fewer),
+    and the final one.
     """
     series = np.asarray(values, dtype=np.float64)
     if series.ndim != 1 or not series.size or last < 1:

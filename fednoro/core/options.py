@@ -3,7 +3,8 @@ noise, model, training and method.
 
 They are plain frozen dataclasses, so the training path needs nothing but the standard library here.
 A range is kept in the field's metadata and checked whenever an object is made, by the command line
-and by library users alike; types and unknown keys are checked at the edge, in `config.py`.
+and by library users alike. Types and unknown keys are checked at the edge, in
+`experiment/config/validation.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def option(
     le: float | None = None,
     lt: float | None = None,
 ) -> Any:
-    """A dataclass field with a one-line description and bounds; `example` is told
-    whoever leaves a required one out.
+    """A dataclass field with a one-line description and bounds;
+    `example` is told whoever leaves a required one out.
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     return dataclasses.field(
@@ -62,8 +63,8 @@ def summary(kind: type[Any]) -> str:
 
 
 def import_named(name: str, what: str) -> Any:
-    """What `module:name` in a configuration stands for; whatever goes wrong in the
-    user's module is told as such.
+    """What `module:name` in a configuration stands for;
+    whatever goes wrong in the user's module is told as such.
     """
     module, _, attribute = name.partition(":")
     try:

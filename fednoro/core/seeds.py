@@ -11,8 +11,8 @@ import numpy as np
 
 def generator(seed: int, purpose: str, *keys: int) -> np.random.Generator:
     """The generator of one purpose, for example `generator(seed, "train", round, client)`."""
-    # numpy pads its entropy with zeros: without the count, client 0 would share its
-    # stream with no client at all.
+    # numpy pads its entropy with zeros:
+    # without the count, client 0 would share its stream with no client at all.
     return np.random.default_rng([seed, zlib.crc32(purpose.encode()), len(keys), *keys])
 
 

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from fednoro.core.options import Options, option
 
-# ImageNet's mean and deviation, as the paper's protocol has it; the average of the three
-# where a network takes no RGB.
+# ImageNet's mean and deviation, as the paper's protocol has it;
+# the average of the three where a network takes no RGB.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_DEVIATION = 0.449, 0.226
 
-# a task's setting: how many times as far its images are turned and shifted
+# A task's setting: how many times as far its images are turned and shifted.
 FURTHER = "augment.further"
 FARTHEST_TURN, FARTHEST_SHIFT = 180.0, 0.25  # by that, in degrees and in sides
 
@@ -39,8 +39,8 @@ class Augment(Options):
         return bool(self.rotate or self.translate or self.flip)
 
     def spread(self, times: float) -> tuple[float, float]:
-        """By how much angles and shifts grow if images are moved so many times as
-        far, within the limits above.
+        """By how much angles and shifts grow if images are moved so many times as far,
+        within the limits above.
         """
 
         def growth(own: float, most: float) -> float:
@@ -51,8 +51,8 @@ class Augment(Options):
 
 @dataclass(frozen=True)
 class Training(Options):
-    """Rounds, local epochs and the optimizer; the defaults are the paper's
-    where it gives one for all data.
+    """Rounds, local epochs and the optimizer;
+    the defaults are the paper's where it gives one for all data.
     """
 
     section: ClassVar[str] = "train"

@@ -35,8 +35,8 @@ class FedNoRoWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Weights:
-    """One model as one vector: trainable parameters, then floating-point
-    buffers; integer counters apart.
+    """One model as one vector: trainable parameters, then floating-point buffers;
+    integer counters apart.
     """
 
     values: Tensor  # P
@@ -44,8 +44,8 @@ class Weights:
     segments: tuple[int, ...] = ()  # sizes of the tensors that `values` is made of
 
     def extent(self) -> Tensor:
-        """The least and the largest value and the least counter, 3; a NaN
-        comes through as the first two.
+        """The least and the largest value and the least counter, 3;
+        a NaN comes through as the first two.
         """
         import torch
 
@@ -168,8 +168,8 @@ class Site(Protocol):
 
     @property
     def memory(self) -> dict[str, Tensor]:
-        """What a method keeps at this client, through rounds and resume; tensors are
-        replaced, not changed in place.
+        """What a method keeps at this client, through rounds and resume;
+        tensors are replaced, not changed in place.
         """
 
     @property
@@ -202,6 +202,6 @@ class Site(Protocol):
         """The penultimate layer for all of the client's images in eval mode, N×d."""
 
     def to_array(self, tensor: Tensor) -> FloatArray:
-        """A tensor for `Reply.arrays`; it may be filled only when the
-        engine hands the reply over.
+        """A tensor for `Reply.arrays`;
+        it may be filled only when the engine hands the reply over.
         """

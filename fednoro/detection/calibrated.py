@@ -1,5 +1,5 @@
-"""The calibrated detector: who is noisy, nobody, some or everybody, on a
-scale that is found on the spot.
+"""The calibrated detector:
+who is noisy, nobody, some or everybody, on a scale that is found on the spot.
 
 Its constants are the same for every data set. Two measures make a client's doubt: which share of
 its labels it cannot explain (`fednoro.detection.explained`), and how badly heads that are learnt
@@ -47,13 +47,13 @@ from fednoro.detection.verdicts import SCORING_MODEL, scoring_model, verdicts
 MOMENTS = "moments"  # the task; among a state's models: the totals
 PRODUCTS, SUMS = "products", "sums"  # among the arrays that are sent: XᵀX, and X summed up by class
 AREAS, COUNTS = "areas", "counts"  # and with a score
-# in a state: the totals of the first verdict, while a second one is looked for
+# In a state: the totals of the first verdict, while a second one is looked for.
 FIRST = "first_moments"
 AGAIN = "again"  # in the memo: when that was, and whether it changed the verdict
 WIDTH = "width"  # among the settings of a question for sums: of more features a sketch is summed up
 COUNTED = "counted"  # among the settings of a score: whether the client has a part in the totals
 WIDEST, SKETCH = 2048, 64  # features: sums over more would be larger than the model
-# by the detector's name; 0: no heads
+# Of the sums, by the detector's name; 0: no heads.
 WIDTHS = {"calibrated": WIDEST, "sketched": SKETCH, "shares": 0}
 
 
@@ -61,8 +61,8 @@ WIDTHS = {"calibrated": WIDEST, "sketched": SKETCH, "shares": 0}
 
 
 def sum_features(task: Task, site: Site) -> Reply:
-    """A client's part of the sums that heads are learnt from; nothing where
-    the network has no features.
+    """A client's part of the sums that heads are learnt from;
+    nothing where the network has no features.
     """
     try:
         features = site.features(task.weights)
@@ -86,8 +86,8 @@ def score(task: Task, site: Site) -> Reply:
 
 
 def measure_areas(task: Task, site: Site) -> dict[str, FloatArray]:
-    """How well the others' head parts each pair of a client's classes, and
-    how many labels each class has.
+    """How well the others' head parts each pair of a client's classes,
+    and how many labels each class has.
     """
     a, b = torch.from_numpy(task.arrays[PRODUCTS]), torch.from_numpy(task.arrays[SUMS]).t()
     features, labels = site.features(task.weights).cpu(), site.labels.cpu()
@@ -131,8 +131,8 @@ def questions(
 
 
 def _totals_there(state: State, first: bool) -> bool:
-    """Whether scores are asked for with the totals: those of this round for a first
-    verdict, later those it had.
+    """Whether scores are asked for with the totals:
+    those of this round for a first verdict, later those it had.
     """
     moments: Mapping[str, Any] = state.memo.get(MOMENTS, {})
     expected_round = state.round if first else state.memo.get("detection", {}).get("summed_in")
@@ -142,8 +142,8 @@ def _totals_there(state: State, first: bool) -> bool:
 def add_up(
     state: State, replies: Iterable[Reply], otherwise: str = "explained shares decide alone"
 ) -> State:
-    """Keeps the totals of the clients' sums, and who has a part in them; those
-    of the commonest width count.
+    """Keeps the totals of the clients' sums, and who has a part in them;
+    those of the commonest width count.
 
     Where there are too few, it is said what happens `otherwise`.
     """
@@ -182,8 +182,8 @@ def add_up(
 
 
 def add_up_again(state: State, replies: Iterable[Reply]) -> State:
-    """The same for a second verdict; the first one's totals are kept until it is
-    known which of the two counts.
+    """The same for a second verdict;
+    the first one's totals are kept until it is known which of the two counts.
     """
     after = add_up(state, replies, otherwise="the verdict stays as it is")
     if not after.memo[MOMENTS]["clients"]:  # perhaps in a later round
@@ -204,7 +204,7 @@ def _left_out(client: int) -> None:
 
 def _unpacked(totals: Weights, classes: int) -> dict[str, FloatArray]:
     values = totals.values.double().cpu().numpy()
-    # side² + classes · side values
+    # There are side² + classes · side values.
     side = round((math.sqrt(classes**2 + 4 * len(values)) - classes) / 2)
     return {
         PRODUCTS: values[: side**2].reshape(side, side),
@@ -281,14 +281,14 @@ def _span(values: FloatArray) -> str:
 def record(
     state: State, scores: Sequence[Reply], wider: float = leave_one_out_heads.WIDER
 ) -> State:
-    """Judges the clients that have answered, by the cut found before where it parted
-    two groups; writes to the memo.
+    """Judges the clients that have answered,
+    by the cut found before where it parted two groups; writes to the memo.
     """
     memo = {**state.memo, "asked_in": state.round}
     before: Mapping[str, Any] = memo.get("detection", {})
     # Judged again: by the present model. What clients said of an earlier one is not on its scale.
     anew = bool(before.get("clients", {}).keys() & {str(reply.client) for reply in scores})
-    # what was asked for decides, not what came
+    # What was asked for decides, not what came.
     heads = _totals_there(state, anew or "detector" not in memo)
     usable = _usable_rows(scores, state.classes, heads)
     if "pairs" in before and not heads and not anew:
@@ -358,8 +358,8 @@ def can_reconsider(state: State) -> bool:
 
 
 def reconsider(state: State, scores: Sequence[Reply]) -> State:
-    """Judges everybody again; where that parts no two groups, or too few have
-    answered, the first verdict stays.
+    """Judges everybody again;
+    where that parts no two groups, or too few have answered, the first verdict stays.
 
     Who does not answer keeps the verdict it had. If nobody does, the
     second verdict is still to come.
@@ -381,8 +381,8 @@ def reconsider(state: State, scores: Sequence[Reply]) -> State:
 
 
 def _in_place_of(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """A second verdict, with those of the first who have not answered: their doubts are
-    not on the scale of its cut.
+    """A second verdict, with those of the first who have not answered:
+    their doubts are not on the scale of its cut.
     """
     earlier = {
         k: {key: value for key, value in row.items() if key not in ("error", "doubt")}
@@ -429,7 +429,7 @@ def nobody_trusted(state: State) -> bool:
     detector: Mapping[str, Any] | None = state.memo.get("detector")
     if detector is None:
         return False
-    # in older checkpoints
+    # Older checkpoints have no `everybody`.
     return bool(detector["everybody"] if "everybody" in detector else detector["trust"] is None)
 
 

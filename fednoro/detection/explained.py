@@ -53,7 +53,7 @@ SENT = ("left_received", "left_own")  # the same in its reply
 BELOW, FAR_BELOW = 0.72, 0.5  # the lower mean as a share of the upper one
 APART = 0.05  # the two means at least
 FEW, FEW_BELOW = 4, 0.6  # so few clients are not enough to tell a scatter by
-# what clients with clean labels explain at least on average, where others spoil the model
+# What clients with clean labels explain at least on average, where others spoil the model.
 CLEAN = 0.33
 ALIKE = 0.42  # what they explain where all are alike
 SCATTER = 1e-4  # variance that no group is below
@@ -80,8 +80,8 @@ def fit_loss(step: Step) -> Tensor:
 
 
 def measure(task: Task, site: Site, trained: Weights | None = None) -> Tensor:
-    """What is left by the received model, and by the one that was
-    `trained` from it (or is, here).
+    """What is left by the received model,
+    and by the one that was `trained` from it (or is, here).
     """
     labels, log_pi = site.labels, log_prior(site.counts)
     own = site.train(task, fit_loss, {"log_pi": log_pi})[0] if trained is None else trained
@@ -103,8 +103,8 @@ def _keep(site: Site, new: Tensor) -> None:
 
 
 def score(task: Task, site: Site) -> Reply:
-    """What a client says about its labels, from the rounds that it has watched and
-    the model that it receives now.
+    """What a client says about its labels,
+    from the rounds that it has watched and the model that it receives now.
     """
     if EVIDENCE not in site.memory or not site.memory[EVIDENCE].isfinite().all():
         watch(task, site)
@@ -154,8 +154,8 @@ def judge(
     before: tuple[float, float] | None = None,
     alike: bool = False,
 ) -> Judgement:
-    """Flags the clients whose explained share is below the cut, which is
-    looked for unless it is given.
+    """Flags the clients whose explained share is below the cut,
+    which is looked for unless it is given.
 
     A client with one class alone tells nothing, and is not flagged: e = 1.
 
@@ -166,7 +166,7 @@ def judge(
     """
     remainders = np.array(evidence, dtype=np.float64).reshape(-1, 2)
     valid = remainders.any(axis=1)
-    # one client far below 0 would set the scale for all others
+    # One client far below 0 would set the scale for all others.
     e = np.clip(1 - remainders.mean(axis=1), 0, 1)
     look = cut_beyond if alike else find_cut
     split = look(e[valid]) if before is None and valid.any() else (ALIKE, 1.0, False)
@@ -190,8 +190,8 @@ def judge(
 
 
 def find_cut(shares: FloatArray) -> tuple[float, float, bool]:
-    """Where noisy clients end, how steep the posterior is there, and
-    whether it lies between two groups.
+    """Where noisy clients end, how steep the posterior is there,
+    and whether it lies between two groups.
 
     Where all are alike it lies below all or above all of them.
     """

@@ -1,5 +1,5 @@
-"""Noisy-client indicators: what a client says about its data, and the K×D
-matrix that a mixture splits.
+"""Noisy-client indicators:
+what a client says about its data, and the K×D matrix that a mixture splits.
 
 Wu et al., "FedNoRo", IJCAI 2023, Table 3. All are taken on the warm-up's global
 model, over client k's data:
@@ -35,8 +35,8 @@ _ENTRIES = 2**22  # distances held at a time: 32 MiB
 
 
 def lid(probabilities: Tensor, k: int = 20, eps: float = 1e-6) -> Tensor:
-    """Local intrinsic dimensionality of each sample among the others, N
-    float64 values in [0, √2 / eps].
+    """Local intrinsic dimensionality of each sample among the others,
+    N float64 values in [0, √2 / eps].
 
     LID_i = −k / Σ_{j ≤ k} log(d_j / (d_k + eps)), d_1 ≤ … ≤ d_k the distances to its nearest
     neighbours, itself excluded. `eps` keeps it finite where all neighbours are equally far. With N
@@ -58,8 +58,8 @@ def lid(probabilities: Tensor, k: int = 20, eps: float = 1e-6) -> Tensor:
     rows = max(1, _ENTRIES // samples)
     for start in range(0, samples, rows):
         chunk = x[start : start + rows]
-        # the expansion of |a − b|² in products would leave rounding where
-        # duplicates have distance 0
+        # The expansion of |a − b|² in products would leave rounding
+        # where duplicates have distance 0.
         distances = torch.cdist(chunk, x, compute_mode="donot_use_mm_for_euclid_dist")
         distances.diagonal(start).fill_(math.inf)  # itself
         nearest = distances.topk(k, dim=1, largest=False).values  # rows×k, ascending
@@ -89,8 +89,8 @@ def class_losses(logits: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Indicator:
-    """One line of the first-stage ablation: what a client measures, and how the
-    clients' rows become features.
+    """One line of the first-stage ablation:
+    what a client measures, and how the clients' rows become features.
     """
 
     title: str
@@ -100,12 +100,12 @@ class Indicator:
     normalise: bool = False
 
     def row(self, logits: Tensor, labels: Tensor, classes: int) -> FloatArray:
-        """What one client reports, D numbers: NaN where it has nothing to measure, inf
-        where its outputs are broken.
+        """What one client reports, D numbers:
+        NaN where it has nothing to measure, inf where its outputs are broken.
         """
         measurement = self.measure(logits, labels, classes).reshape(-1)
         if not torch.isfinite(logits).all():
-            # not NaN: that would pass for a class that the client does not hold
+            # Not NaN, which would pass for a class that the client does not hold.
             measurement = torch.full_like(measurement, math.inf)
         values: FloatArray = measurement.cpu().numpy()
         return values
@@ -134,8 +134,8 @@ class Indicator:
 
 INDICATORS = {
     "lid": Indicator("LID", mean_lid),
-    # 1 − confidence mirrors the points: the same mixture, with the doubtful
-    # component at the larger mean
+    # 1 − confidence mirrors the points:
+    # the same mixture, with the doubtful component at the larger mean
     "confidence": Indicator("Conf.", confidence, larger_is_noisier=False),
     "loss": Indicator("Loss", mean_loss),
     "per_class": Indicator("Loss, per class", class_losses),

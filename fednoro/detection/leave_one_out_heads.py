@@ -1,5 +1,5 @@
-"""What the other clients would say about a client's images: a scale for label noise
-that its own labels do not bend.
+"""What the other clients would say about a client's images:
+a scale for label noise that its own labels do not bend.
 
 A model that a client has trained knows some of that client's wrong labels. A linear head on the
 common features that is learnt from all the others does not, and costs two sums in place of
@@ -59,14 +59,14 @@ VARIANCE = 2.5e-4  # of logarithms, that no group is below
 SOMETHING = 0.28  # what trusted clients explain at least on average
 LESS = 0.8  # what noisy ones explain at most, in that
 WIDER = 1.2  # the deviation of noisy clients' logarithms, in that of clean ones'
-# the same once the model has seen some clean clients alone: these are near 0, where logarithms part
+# WIDER once the model has seen some clean clients alone, whose errors are near 0.
 PURGED_WIDER = 1.0
 LIKELIER = 3.0  # two groups than one, at least: twice the logarithm of the likelihoods' ratio
-# the same where noisy ones explain at most this, in what clean ones do
+# Where noisy ones explain at most the first, in what clean ones do, LIKELIER is the second.
 MUCH_LESS, STILL_LIKELIER = 0.65, 1.0
-# of the posterior's steepness: a client is far from its group more often than Gaussians are
+# Share of the posterior's steepness: a client is far from its group more often than Gaussians are.
 SURE = 0.35
-# the same, and that of errors, where clean clients explain less than something
+# LIKELIER and TWICE where clean clients explain less than SOMETHING.
 FAR_LIKELIER, FAR = 12.0, 4.0
 HALF_LIKELIER, HALF = 8.0, 0.5  # or this, where noisy ones explain half of that or less
 
@@ -75,8 +75,8 @@ HALF_LIKELIER, HALF = 8.0, 0.5  # or this, where noisy ones explain half of that
 
 
 def sketch(features: Tensor, width: int) -> Tensor:
-    """N×width in place of N×d: sums of all features with signs that are the same
-    everywhere; distances stay about.
+    """N×width in place of N×d:
+    sums of all features with signs that are the same everywhere; distances stay about.
     """
     return features.double() @ _signs(features.shape[1], width)
 
@@ -108,8 +108,8 @@ def head(a: Tensor, b: Tensor) -> Tensor:
 def outputs(
     features: Tensor, labels: Tensor, a: Tensor, b: Tensor, in_totals: bool = True
 ) -> Tensor:
-    """What the others' head says about a client's images, N×C, where the client has a
-    part in both sums or has not.
+    """What the others' head says about a client's images, N×C,
+    where the client has a part in both sums or has not.
     """
     if in_totals:
         own = moments(features, labels, b.shape[1])
@@ -159,7 +159,7 @@ def pairs_of(pair_areas: FloatArray) -> FloatArray:
 def difficulty(pair_areas: FloatArray, counts: FloatArray) -> Scale:
     """μ from K×pairs areas and K×C labels per class."""
     weights, delta = _weights(pair_areas, counts), np.zeros(len(pair_areas))
-    # one client alone is nothing to compare with
+    # One client alone is nothing to compare with.
     weights = np.where((weights > 0).sum(axis=0) > 1, weights, 0.0)
     across, along = np.maximum(weights.sum(axis=0), 1e-12), np.maximum(weights.sum(axis=1), 1e-12)
     areas_known, mu = np.where(weights > 0, pair_areas, 0.0), np.zeros(pair_areas.shape[1])
@@ -170,8 +170,8 @@ def difficulty(pair_areas: FloatArray, counts: FloatArray) -> Scale:
 
 
 def errors(pair_areas: FloatArray, counts: FloatArray, scale: Scale) -> FloatArray:
-    """2 (1 − mean μ − δ_k) of each client; δ_k = 0 if others have none of
-    its pairs, NaN if it has none.
+    """2 (1 − mean μ − δ_k) of each client;
+    δ_k = 0 if others have none of its pairs, NaN if it has none.
     """
     everything = _weights(pair_areas, counts)
     weights = np.where(np.isnan(scale.pairs), 0.0, everything)
@@ -189,8 +189,8 @@ def doubts(error: FloatArray, explained: FloatArray) -> FloatArray:
 def find_cut(
     doubt: FloatArray, error: FloatArray, explained: FloatArray, wider: float = WIDER
 ) -> tuple[float, float] | None:
-    """Where noisy clients begin and how steep the posterior is there; None
-    where there are no two groups.
+    """Where noisy clients begin and how steep the posterior is there;
+    None where there are no two groups.
 
     The trusted group has two members at least. The noisy clients' logarithms
     scatter `wider` times as much.
@@ -224,8 +224,8 @@ def find_cut(
 def likeliest(
     x: FloatArray, cuts: Iterable[int], floor: float, wider: float = 1.0
 ) -> tuple[int, float, float] | None:
-    """The likeliest cut of sorted values: how many are below, how much likelier it is
-    than none, the variance left.
+    """The likeliest cut of sorted values:
+    how many are below, how much likelier it is than none, the variance left.
 
     Likelier by twice the logarithm of the likelihoods' ratio, with each group's share of the
     clients in it. The upper group's deviation is `wider` times the lower one's, whose

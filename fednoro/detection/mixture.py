@@ -1,5 +1,5 @@
-"""Gaussian mixtures fitted from many starting points at once: batched k-means
-and expectation-maximisation.
+"""Gaussian mixtures fitted from many starting points at once:
+batched k-means and expectation-maximisation.
 
 Wu et al., "FedNoRo", IJCAI 2023, repeat the mixture behind Table 3 with 10,000 seeds.
 For points x_i, each fit goes
@@ -31,9 +31,9 @@ Covariance = Literal["full", "diag", "spherical"]
 Init = Literal["kmeans", "random"]
 Rule = Literal["paper", "reference"]
 
-# entries of the largest array: what stays in the cache is several times faster
+# Entries of the largest array: what stays in the cache is several times faster.
 _WORKING_SET = 2**18
-_LARGEST = 1e150  # as in `detect`: a mixture squares its inputs
+_LARGEST = 1e150  # as in `mixture_detector`: a mixture squares its inputs
 _TINY = 10 * np.finfo(np.float64).eps  # keeps a component without points from dividing by 0
 
 
@@ -101,8 +101,8 @@ def flagged_sets(
     points = table[usable]
     if len(points) < 2 or not len(numbers) or (points == points[0]).all():
         return flags
-    # Equal starting points have equal fits; from k-means there are a few hundred
-    # at most, however many seeds.
+    # Equal starting points have equal fits;
+    # from k-means there are a few hundred at most, however many seeds.
     start, origin = np.unique(starting_points(points, numbers, init), axis=0, return_inverse=True)
     fits = fit_mixtures(points, start, covariance)
     sizes = np.linalg.norm(fits.means, axis=2) if rule == "paper" else fits.means.sum(axis=2)
@@ -137,8 +137,8 @@ def detection_over_seeds(flags: ArrayLike, truth: ArrayLike) -> DetectionOverSee
 def starting_points(
     points: FloatArray, seeds: Sequence[int], init: Init = "kmeans", components: int = 2
 ) -> FloatArray:
-    """Responsibilities that the fits of `seeds` start from, S×K×M: k-means
-    clusters, or uniform draws per point.
+    """Responsibilities that the fits of `seeds` start from, S×K×M:
+    k-means clusters, or uniform draws per point.
     """
     _check("init", init, Init)
     points = _points(points, components)
@@ -205,8 +205,8 @@ def _fit_block(
     out: Mixtures,
     block: slice,
 ) -> None:
-    """Runs the fits of `block` from their responsibilities, K×M×S, and writes
-    each into `out` when it ends.
+    """Runs the fits of `block` from their responsibilities, K×M×S,
+    and writes each into `out` when it ends.
     """
     reg, tol, max_iter = limits
     origin = np.arange(block.start, block.stop)
@@ -216,7 +216,7 @@ def _fit_block(
         resp, norm = _e_step(log_joint)
         before, bound = bound, norm.mean(axis=0)
         weights, means, covariances, log_joint = _m_step(x, resp, covariance, reg)
-        # what is broken at the start is so ever after
+        # What is broken at the start is so ever after.
         broken: BoolArray = np.any(np.isnan(log_joint), axis=(0, 1))
         converged = (np.abs(bound - before) < tol) & ~broken
         finished = converged | broken | (iteration == max_iter)
@@ -254,8 +254,8 @@ def _e_step(log_joint: FloatArray) -> tuple[FloatArray, FloatArray]:
 def _m_step(
     x: FloatArray, resp: FloatArray, covariance: Covariance, reg: float
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Weights M×S, means D×M×S, covariances …×M×S, and the points'
-    log(weight·density) under them, K×M×S.
+    """Weights M×S, means D×M×S, covariances …×M×S,
+    and the points' log(weight·density) under them, K×M×S.
 
     The variances of "diag" and "spherical" are E[x²] − E[x]² as in scikit-learn: about a
     component that dies it matters that n_m has been kept off 0, and only the same formula
@@ -303,8 +303,8 @@ def _multiply(matrix: FloatArray, stack: FloatArray) -> FloatArray:
 
 
 def _mahalanobis(spread: FloatArray, deviations: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """(x − μ)ᵀ Σ⁻¹ (x − μ), K×M×S, and log |Σ|, M×S, by Cholesky; NaN
-    where Σ is not positive definite.
+    """(x − μ)ᵀ Σ⁻¹ (x − μ), K×M×S, and log |Σ|, M×S, by Cholesky;
+    NaN where Σ is not positive definite.
     """
     d = len(spread)
     low = np.zeros_like(spread)
@@ -334,8 +334,8 @@ def kmeans(points: FloatArray, seeds: Sequence[int], components: int = 2) -> Int
 
 
 def _plus_plus(distances: FloatArray, draws: FloatArray, trials: int) -> IntArray:
-    """Indices of the first centres, S×M: each next one is the best of
-    `trials` drawn by squared distance.
+    """Indices of the first centres, S×M:
+    each next one is the best of `trials` drawn by squared distance.
     """
     k, runs = len(distances), np.arange(len(draws))
     centres = [_search(np.cumsum(np.full(k, 1 / k))[None], draws[:, :1], right=True)[:, 0]]
@@ -386,8 +386,8 @@ def _nearest(x: FloatArray, centres: FloatArray) -> IntArray:
 
 
 def _centroids(x: FloatArray, labels: IntArray, centres: FloatArray) -> FloatArray:
-    """Means of the clusters, S×M×D. An empty one takes the point farthest from
-    its centre, as in scikit-learn.
+    """Means of the clusters, S×M×D.
+    An empty one takes the point farthest from its centre, as in scikit-learn.
     """
     m = centres.shape[1]
     member = (labels[:, None] == np.arange(m)[:, None]).astype(np.float64)  # S×M×K
@@ -405,8 +405,8 @@ def _centroids(x: FloatArray, labels: IntArray, centres: FloatArray) -> FloatArr
 
 
 def _draws(seeds: Sequence[int], count: int) -> FloatArray:
-    """`count` uniforms per seed, the ones that scikit-learn gets for
-    `random_state=seed`: S×count.
+    """`count` uniforms per seed,
+    the ones that scikit-learn gets for `random_state=seed`: S×count.
     """
     state = np.random.RandomState()
     draws = np.empty((len(seeds), count))

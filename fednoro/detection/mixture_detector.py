@@ -1,5 +1,5 @@
-"""Which clients have noisy labels: per-class losses → fill → normalise →
-Gaussian mixture → verdicts.
+"""Which clients have noisy labels:
+per-class losses → fill → normalise → Gaussian mixture → verdicts.
 
 Wu et al., "FedNoRo", IJCAI 2023, section 4.1. Each client scores its own data with the global
 model; l_k^c is client k's mean loss on class c. A class it does not hold takes the smallest loss of
@@ -103,8 +103,8 @@ class NoisyClientDetector:
     def fit(
         self, losses: ArrayLike, counts: ArrayLike | None = None, names: Sequence[str] | None = None
     ) -> Self:
-        """Fits the mixture to K×C mean losses; missing are NaNs and, with `counts`
-        given, classes without samples.
+        """Fits the mixture to K×C mean losses;
+        missing are NaNs and, with `counts` given, classes without samples.
 
         Args:
             losses: mean loss of each client on each of its classes.
@@ -147,8 +147,8 @@ class NoisyClientDetector:
     def predict(
         self, losses: ArrayLike, counts: ArrayLike | None = None, names: Sequence[str] | None = None
     ) -> tuple[BoolArray, FloatArray]:
-        """Verdicts and posteriors of clients that come later, on the scale and
-        under the mixture of the fit.
+        """Verdicts and posteriors of clients that come later,
+        on the scale and under the mixture of the fit.
         """
         self._check_fitted()
         table, scored = _read_losses(losses, counts)
@@ -215,7 +215,7 @@ class NoisyClientDetector:
         if not votes:
             return "the mixture could not be fitted: nobody flagged"
         verdicts = [vote[0] for vote in votes]
-        # the first on ties
+        # On ties `max` takes the first.
         flagged, mixture, noisy = max(votes, key=lambda vote: verdicts.count(vote[0]))
         if all(flagged) or not any(flagged):
             return f"the mixture put all {len(points)} clients in one component: nobody flagged"
@@ -240,8 +240,8 @@ class NoisyClientDetector:
 
 
 def _read_losses(losses: ArrayLike, counts: ArrayLike | None) -> tuple[FloatArray, BoolArray]:
-    """Losses with NaN for missing, and which clients are usable: some class
-    held, and no held class broken.
+    """Losses with NaN for missing, and which clients are usable:
+    some class held, and no held class broken.
     """
     try:
         table = np.array(losses, dtype=np.float64)
@@ -263,7 +263,7 @@ def _read_losses(losses: ArrayLike, counts: ArrayLike | None) -> tuple[FloatArra
 
 def _scale(losses: FloatArray, low: FloatArray, high: FloatArray) -> FloatArray:
     with np.errstate(over="ignore"):
-        # a later client far out of scale becomes inf, which `_judge` knows
+        # A later client far out of scale becomes inf, which `_judge` handles.
         scaled: FloatArray = np.divide(
             losses - low, high - low, out=np.zeros_like(losses), where=high > low
         )
@@ -323,10 +323,10 @@ def _fit_tied(points: FloatArray, seed: int) -> Mixture | None:
     from sklearn.exceptions import ConvergenceWarning  # seconds, for which other runs need not wait
     from sklearn.mixture import GaussianMixture
 
-    # Threads cost far more than they bring on tables of this size, and one
-    # thread adds up in one order.
+    # Threads cost far more than they bring on tables of this size,
+    # and one thread adds up in one order.
     with threadpool_limits(1), warnings.catch_warnings(), np.errstate(all="ignore"):
-        # the verdicts show whether a split is of use
+        # The verdicts show whether a split is of use, converged or not.
         warnings.simplefilter("ignore", ConvergenceWarning)
         try:
             fit = GaussianMixture(2, covariance_type="tied", random_state=seed % 2**32).fit(points)

@@ -61,8 +61,8 @@ def loss_bound(classes: int) -> float:
 def withhold(
     losses: FloatArray, counts: FloatArray, min_count: int
 ) -> tuple[FloatArray, FloatArray]:
-    """Losses and counts with the classes of fewer than `min_count`
-    samples as missing: NaN and 0.
+    """Losses and counts with the classes of fewer than `min_count` samples
+    as missing: NaN and 0.
     """
     sendable = counts >= min_count
     return np.where(sendable, losses, np.nan), np.where(sendable, counts, 0.0)
@@ -76,8 +76,8 @@ def noisy_class_losses(
     rng: np.random.Generator,
     min_count: int = 0,
 ) -> tuple[FloatArray, FloatArray]:
-    """Clipped mean loss of each class with Laplace noise, and 1 or 0 for
-    a class that was sent or not.
+    """Clipped mean loss of each class with Laplace noise,
+    and 1 or 0 for a class that was sent or not.
 
     Args:
         losses: per sample, N; anything, also NaN.
@@ -94,7 +94,7 @@ def noisy_class_losses(
         np.nan_to_num(losses.astype(np.float64), nan=bound, posinf=bound, neginf=0.0), 0.0, bound
     )
     counts = np.bincount(labels, minlength=classes).astype(np.float64)
-    # for every class, so that one's presence does not move another's noise
+    # Drawn for every class, so that one's presence does not move another's noise.
     noise = rng.laplace(size=classes)
     sendable = counts >= max(min_count, 1)
     scale = np.divide(bound / epsilon, counts, out=np.zeros(classes), where=sendable)
@@ -113,8 +113,8 @@ def noise_generator(task: Task, client: int) -> np.random.Generator:
 
 
 def protect(method: MethodT, task: Task, protection: Protection) -> tuple[MethodT, Task]:
-    """The method and the task as a site carries them out: the stricter of
-    what it and the server ask for.
+    """The method and the task as a site carries them out:
+    the stricter of what it and the server ask for.
 
     The noise is drawn from the system's entropy, anew for each answer. The server knows the
     run's seed, so it could take off noise that follows from it; and the same noise in two

@@ -21,8 +21,8 @@ SCORING_MODEL = "scored"  # among a state's models
 
 
 def clients_to_score(state: State, clients: Clients) -> list[int]:
-    """Whom to score now, asked at most once a round: everyone at first, later those
-    drawn who have no score yet.
+    """Whom to score now, asked at most once a round:
+    everyone at first, later those drawn who have no score yet.
     """
     if state.memo.get("asked_in") == state.round:
         return []
@@ -44,8 +44,8 @@ def verdicts(state: State) -> dict[int, bool]:
 
 
 def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) -> State:
-    """Fits `detector` to the clients' class losses, or uses the one fitted
-    before; records what it says.
+    """Fits `detector` to the clients' class losses, or uses the one fitted before;
+    records what it says.
     """
     memo = {**state.memo, "asked_in": state.round}
     scores = _well_formed(scores, state.classes)

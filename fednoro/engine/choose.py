@@ -30,8 +30,8 @@ SHARE_OF_MEMORY = 0.5  # of a GPU that images may take
 
 def choose_device(name: str) -> torch.device:
     """`auto` takes CUDA where there is one; anything else is a torch device name."""
-    # Streams that share a hardware queue wait for each other; eight queues, the
-    # driver's default, are too few.
+    # Streams that share a hardware queue wait for each other;
+    # eight queues, the driver's default, are too few.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,16 +80,16 @@ class Hardware:
             )
 
     def warm_up(self) -> None:
-        """Wakes the GPU, its libraries and its compiler, each of
-        which takes a while at first use.
+        """Wakes the GPU, its libraries and its compiler,
+        each of which takes a while at first use.
         """
         if self.device.type != "cuda":
             return
         from fednoro.engine.cuda import image_kernel
 
-        # an engine will meet the same error
+        # An error is not lost: an engine will meet it again.
         with suppress(Exception), torch.cuda.device(self.device):
-            # label noise is made in float32 whatever comes after
+            # Label noise is made in float32, whatever precision comes after.
             _convolve(self.device, torch.float32)
             if self.precision == "bf16" and image_kernel.available():
                 image_kernel.warm_up(self.device)

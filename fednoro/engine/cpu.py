@@ -30,7 +30,7 @@ from fednoro.engine.lane import Lane
 from fednoro.methods import Method
 
 WAITING_BYTES = 2**30  # bytes of models that may wait to be folded
-# of a model that a lane holds: network, anchor, gradient, Adam's two moments, and the one it sends
+# Of a model that a lane holds: network, anchor, gradient, Adam's two moments, and the one it sends.
 COPIES = 6
 
 
@@ -77,8 +77,8 @@ class CpuEngine(EagerEngine):
             raise HaltedError
 
     def seed_torch(self, task: Task, client: int) -> AbstractContextManager[None]:
-        # With several lanes nothing draws, and lanes that restore one generator would
-        # leave each other's state in it.
+        # With several lanes nothing draws,
+        # and lanes that restore one generator would leave each other's state in it.
         return super().seed_torch(task, client) if len(self.lanes) == 1 else nullcontext()
 
     def exchange(self, method: Method, tasks: Mapping[int, Task]) -> Iterator[Reply | Failure]:
@@ -117,8 +117,8 @@ class CpuEngine(EagerEngine):
 
     @contextmanager
     def _pool(self) -> Iterator[Callable[..., Future[Any]]]:
-        """Runs functions on idle lanes; on the way out, whatever is still
-        running is stopped and waited for.
+        """Runs functions on idle lanes;
+        on the way out, whatever is still running is stopped and waited for.
         """
         idle: SimpleQueue[Lane] = SimpleQueue()
         for lane in self.lanes:
@@ -136,7 +136,7 @@ class CpuEngine(EagerEngine):
         def run(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
             future = self._threads.submit(run_on_lane, function, *arguments)
             futures.add(future)
-            # a result that was folded must not be kept alive
+            # A result that was folded must not be kept alive.
             future.add_done_callback(futures.discard)
             return future
 

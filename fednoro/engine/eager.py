@@ -110,8 +110,8 @@ class EagerEngine:
         return torch.bincount(client.labels.cpu(), minlength=self.classes).to(self.device)
 
     def recalibrate(self, weights: Weights, client: Client) -> Weights:
-        """`weights` with BatchNorm's running statistics re-estimated on the client's
-        images, of which it needs two.
+        """`weights` with BatchNorm's running statistics re-estimated on the client's images,
+        of which it needs two.
         """
         return self.lane.recalibrate(self.images, weights, client.index)
 
@@ -169,8 +169,8 @@ class EagerSite:
         epochs: int | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> tuple[Weights, Tensor]:
-        """Local epochs from `task.weights` with a fresh Adam: the
-        trained weights and the mean loss.
+        """Local epochs from `task.weights` with a fresh Adam:
+        the trained weights and the mean loss.
         """
         engine, lane, options = self.engine, self.lane, self.engine.training
         device = engine.device
@@ -232,8 +232,8 @@ class EagerSite:
         return self.lane.logits(self.engine.images, weights, parts, uniforms, features)[: self.size]
 
     def _batches(self, array: NDArray[Any]) -> Sequence[Tensor]:
-        """Something of each image, in the batches that are evaluated; the last one
-        may go on after the last image.
+        """Something of each image, in the batches that are evaluated;
+        the last one may go on after the last image.
         """
         return self.engine.parts(array)
 

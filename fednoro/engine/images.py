@@ -34,7 +34,7 @@ class Images:
         mapped = isinstance(images, np.memmap) and device.type == "cpu"
         self._host_images = images if mapped or not resident else None
         self.pixels: Tensor | None = None
-        # oneDNN, pooling and normalisation are faster there
+        # On a CPU, oneDNN, pooling and normalisation are faster with channels last.
         self._channels_last = device.type == "cpu"
         if self._host_images is None:  # copied only where torch could not take the array as it is
             self.pixels = torch.from_numpy(np.require(images, requirements=["C", "W"])).to(device)
@@ -54,14 +54,14 @@ class Images:
         x = raw.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format) / 255
         if u is not None and self.augment.active:
             x = affine(x, u, self.augment)
-        # repeats grey to all inputs: a grey image as if it were RGB
+        # Broadcasting repeats grey to all inputs, as if the image were RGB.
         x = (x - self.mean) / self.deviation
         return _channels_last(x) if self._channels_last else x.contiguous()
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """Channels last for all layers to come: with one channel the layouts are the
-    same and only the strides tell.
+    """Channels last for all layers to come:
+    with one channel the layouts are the same and only the strides tell.
     """
     _, channels, height, width = x.shape
     strides = (height * width * channels, 1, width * channels, channels)
@@ -69,16 +69,16 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def affine(x: Tensor, u: Tensor, augment: Augment) -> Tensor:
-    """Rotates, shifts and mirrors each image by its own uniforms; what
-    comes in from outside is black.
+    """Rotates, shifts and mirrors each image by its own uniforms;
+    what comes in from outside is black.
     """
     height, width = x.shape[2:]
     angle = (2 * u[:, 0] - 1) * math.radians(augment.rotate)
     shift_x, shift_y = ((2 * u[:, i] - 1) * 2 * augment.translate for i in (1, 2))
     mirror = torch.where(u[:, 3] < 0.5, -1.0, 1.0) if augment.flip else torch.ones_like(angle)
     cos, sin = torch.cos(angle), torch.sin(angle)
-    # Output to input coordinates, each axis in [-1, 1]: the ratio keeps
-    # rotation rigid on oblong images.
+    # Output to input coordinates, each axis in [-1, 1]:
+    # the ratio keeps rotation rigid on oblong images.
     ratio = height / width
     theta = torch.stack(
         [

@@ -53,8 +53,8 @@ class Lane:
         self.adam.reset()
 
     def anchor_to(self, weights: Weights) -> None:
-        """The anchor takes over `weights`, unless it has them: the clients of a
-        round receive the same model.
+        """The anchor takes over `weights`, unless it has them:
+        the clients of a round receive the same model.
         """
         if self._anchor_values is not weights.values:
             self.anchor.load(weights, counters=not self._host_counts)
@@ -88,8 +88,8 @@ class Lane:
         return images.batch(index, u)
 
     def recalibrate(self, images: Images, weights: Weights, index: IntArray) -> Weights:
-        """`weights` with BatchNorm's running statistics re-estimated on the
-        images at `index`: two or more.
+        """`weights` with BatchNorm's running statistics re-estimated
+        on the images at `index`: two or more.
         """
         self.net.load(weights)
         self.net.net.eval()  # no dropout
@@ -97,7 +97,7 @@ class Lane:
         positions, image_count = torch.from_numpy(index).to(self.device), 0
         with torch.no_grad():
             for part in torch.tensor_split(positions, -(-len(positions) // EVALUATION_BATCH)):
-                # of equal size, never one alone
+                # Parts are of equal size, so that no image is alone in one.
                 image_count += len(part)
                 for norm in self.net.norms:
                     norm.momentum = len(part) / image_count  # so that each image counts the same
@@ -182,8 +182,8 @@ def _in_layout_of(tensor: Tensor, gradient: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The order in which a client's images come, and their uniforms; beyond [0, 1]
-    for images that move further.
+    """The order in which a client's images come, and their uniforms;
+    beyond [0, 1] for images that move further.
     """
 
     order: IntArray  # N
@@ -215,8 +215,8 @@ def room(values: int, batch: int) -> int:
 
 
 def blocks(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Runs of whole batches that fit into the room: first and last image,
-    and the sizes of the batches.
+    """Runs of whole batches that fit into the room:
+    first and last image, and the sizes of the batches.
     """
     first, batch_sizes = 0, list[int]()
     for size in sizes:
@@ -229,8 +229,8 @@ def blocks(sizes: Sequence[int], room: int) -> Iterator[tuple[int, int, list[int
 
 
 def normalise_by_running_statistics(norms: Iterable[nn.Module], alone: bool) -> None:
-    """A single image has no batch statistics (PyTorch refuses them on 1×1
-    maps): use the running ones.
+    """A single image has no batch statistics (PyTorch refuses them on 1×1 maps):
+    use the running ones.
     """
     for norm in norms:
         norm.training = not alone

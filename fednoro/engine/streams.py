@@ -49,13 +49,13 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = stream(device)
-        # when it is done, and what it reads until then
+        # For each piece of work: when it is done, and what it reads until then.
         self._pending_work: deque[tuple[Any, tuple[Tensor, ...]]] = deque()
 
     @contextmanager
     def work(self, *tensors: Tensor) -> Iterator[None]:
-        """Queues what is in the block behind all that the main stream has now; what it
-        reads is kept until it is done.
+        """Queues what is in the block behind all that the main stream has now;
+        what it reads is kept until it is done.
 
         The main stream waits where it would be too far ahead.
         """
@@ -78,8 +78,8 @@ class SideStream:
 
 
 def release_memory() -> None:
-    """Gives the memory of engines that are gone back to the GPU, where
-    other processes may need it.
+    """Gives the memory of engines that are gone back to the GPU,
+    where other processes may need it.
     """
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

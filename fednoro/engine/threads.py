@@ -19,8 +19,8 @@ WORTH_THREADS = 2e8  # multiplications in one batch's forward pass: about 5 ms o
 
 
 def forward_work(net: nn.Module, batch: tuple[int, ...]) -> int:
-    """Multiplications of convolutions and linear layers in one
-    forward pass over `batch`, B×C×H×W.
+    """Multiplications of convolutions and linear layers
+    in one forward pass over `batch`, B×C×H×W.
     """
     total = 0
 

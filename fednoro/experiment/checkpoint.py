@@ -1,8 +1,8 @@
-"""Checkpoints: all that a run needs to go on from, and a check of what it is resumed with.
+"""Checkpoints: all that a run needs to go on from, and what it was begun with.
 
-Whole files are written beside their place and renamed into it. The two logs only
-grow; each checkpoint knows how long they were, so that a resumed run cuts off
-whatever a killed one wrote after it.
+A checkpoint is written beside its place and renamed into it. The two logs only grow; each
+checkpoint knows how long they were, so that a resumed run cuts off whatever a killed one wrote
+after it. A run is not resumed with other options than it was begun with (`check_unchanged`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def take_snapshot(folder: RunFolder, state: State, clients: Mapping[int, Client]) -> Snapshot:
     """This moment, to be saved now or later."""
-    # whoever copies it need not wait for what comes after
+    # Whoever copies the models need not wait for what is queued after this.
     finish(current_stream(state.model.values.device))
     memories = {k: dict(client.memory) for k, client in clients.items()}
     return Snapshot(state, memories, {name: _size(folder.path / name) for name in LOGS})
@@ -115,7 +115,7 @@ def write_checkpoint(folder: RunFolder, snapshot: Snapshot) -> None:
     with disk_errors(folder.path):
         for log in (folder.path / name for name in LOGS):
             if log.exists():
-                # they must not be shorter than the checkpoint says, even after a power cut
+                # Logs must not be shorter than the checkpoint says, even after a power cut.
                 to_disk(log)
     with whole_file(
         folder.path / "checkpoints" / f"round-{state.round:05d}.safetensors"
@@ -234,8 +234,8 @@ def _size(path: Path) -> int:
 
 
 def _copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, because safetensors refuses tensors that share storage; from a GPU
-    past whatever it is busy with.
+    """Copies, because safetensors refuses tensors that share storage;
+    from a GPU past whatever it is busy with.
     """
     copies = dict[str, Tensor]()
     streams = {
@@ -284,7 +284,7 @@ def check_unchanged(folder: Path, config: Config) -> None:
     try:
         first_options, options = flatten_config(resolve(original)), flatten_config(config)
     except UserError:
-        # an earlier version had options that are gone: whoever took them out of config.yaml had to
+        # An earlier version had options that are gone. They had to be taken out of config.yaml.
         return
     if changed_keys := [
         key

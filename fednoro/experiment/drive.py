@@ -1,7 +1,7 @@
 """A run from its first round to its last: played, recorded, saved, summed up.
 
-Whoever has clients and a way to ask them (`experiment` in this process, `flower` at
-real sites) drives them here.
+Whoever has clients and a way to ask them drives them here:
+`simulation` in this process, the package `flower` at real sites.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def load(path: str | Path) -> Run:
 
 @contextmanager
 def lock_run(folder: RunFolder, watcher: Watcher) -> Iterator[None]:
-    """Keeps other processes out of the folder, and says how to go on
-    where the user stops the run.
+    """Keeps other processes out of the folder,
+    and says how to go on where the user stops the run.
     """
     folder.lock()
     try:
@@ -185,7 +185,7 @@ def drive(
                 unsaved_exchanges = 0
         saver.wait()
     except KeyboardInterrupt:
-        # not what the logs and the clients' memories are now: that may be half a round
+        # The last snapshot, because the logs and the clients' memories may now hold half a round.
         saver.write(snapshot)
         saver.wait()
         raise
@@ -193,8 +193,8 @@ def drive(
 
 
 def final_verdict(state: State, clients: int, truth: BoolArray | None) -> dict[str, Any] | None:
-    """What was found about the clients, and how right that is where the truth is
-    known; None without a verdict.
+    """What was found about the clients, and how right that is where the truth is known;
+    None without a verdict.
     """
     last_scoring = state.memo.get("detection")
     if last_scoring is None:
@@ -221,8 +221,8 @@ def finish(
     verdict = final_verdict(state, setting.clients, setting.noisy)
     if verdict is not None:
         write_json(folder.path / "detection.json", verdict)
-    # One entry: safetensors writes several in any order, and equal runs
-    # would end in different files.
+    # One entry: safetensors writes several in any order,
+    # and equal runs would end in different files.
     metadata = {
         "fednoro": json.dumps({"model": section_name(config, "model"), "classes": setting.classes})
     }

@@ -1,5 +1,5 @@
-"""A run's model as one file for other programs, checked against the
-network before it is put in place.
+"""A run's model as one file for other programs,
+checked against the network before it is put in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fednoro.experiment.drive import Run
 from fednoro.experiment.trained_model import Trained, new_network, open_trained_model
 
 COMPARED_IMAGES = 64  # that a model is compared on
-# |a − b| ≤ TOLERANCE · (1 + |b|) for every logit: another program adds in another order
+# |a − b| ≤ TOLERANCE · (1 + |b|) for every logit: another program adds in another order.
 TOLERANCE = 1e-4
 
 Forward = Callable[[NDArray[np.uint8]], Tensor]
@@ -43,8 +43,8 @@ class Exported:
 
 
 def export(run: Run | str | Path, path: str | Path, kind: str) -> Exported:
-    """Writes a run's model as "onnx" or "safetensors"; a file that gives
-    other outputs is not written.
+    """Writes a run's model as "onnx" or "safetensors";
+    a file that gives other outputs is not written.
 
     The file's metadata has one entry, `fednoro`: JSON with the class names and the preprocessing.
     """

@@ -23,7 +23,7 @@ from fednoro.data.cache.archive import LIMIT
 from fednoro.experiment.drive import Run
 from fednoro.experiment.trained_model import Trained, open_trained_model
 
-# in folders; archives of hospitals name DICOM without one
+# Of files in folders; archives of hospitals name DICOM files without an ending.
 ENDINGS = {"", ".jpg", ".jpeg", ".png", ".dcm", ".dicom"}
 BATCH = 64
 

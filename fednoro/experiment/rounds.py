@@ -88,8 +88,8 @@ def play(
     participation: float = 1.0,
     failures: float = 0.0,
 ) -> Iterator[Turn]:
-    """Plays the remaining rounds from `state`; `clients` may be asked for before every
-    exchange, as some join late.
+    """Plays the remaining rounds from `state`;
+    `clients` may be asked for before every exchange, as some join late.
     """
     errors: dict[int, Exception] = {}  # since anybody last answered
     while state.round < state.rounds:
@@ -122,8 +122,8 @@ def play(
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
         errors = {} if any(answer.status == "ok" for answer in ledger) else errors | _errors(ledger)
         if errors.keys() >= set(client_ids):
-            # Some failing clients are the federation's ordinary life; all of them, and no
-            # answer between, are a defect.
+            # Some failing clients are the federation's ordinary life;
+            # all of them, and no answer between, are a defect.
             raise next(iter(errors.values()))
         evaluation = evaluate(next_state.model) if next_state.round > state.round else None
         state = next_state
@@ -149,8 +149,8 @@ class _FailedAnswer(Answer):
 
 
 class Screen:
-    """Tells which of the replies to one exchange can be folded: a site may be
-    broken, outdated or hostile.
+    """Tells which of the replies to one exchange can be folded:
+    a site may be broken, outdated or hostile.
     """
 
     def __init__(self, tasks: Mapping[int, Task], classes: int) -> None:
@@ -159,8 +159,8 @@ class Screen:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def fault(self, reply: Reply) -> str | None:
-        """What is wrong with a reply, in words that follow the client's
-        name; None where nothing is.
+        """What is wrong with a reply, in words that follow the client's name;
+        None where nothing is.
         """
         task = self.tasks.get(reply.client)
         if task is None:
@@ -184,8 +184,8 @@ class Screen:
         return fault
 
     def _array_fault(self, reply: Reply) -> str | None:
-        """Arrays are by class, and of the same shape at all clients; who adds up
-        moments compares them itself.
+        """Arrays are by class, and of the same shape at all clients;
+        who adds up moments compares them itself.
         """
         if self.tasks[reply.client].name == MOMENTS:
             return None

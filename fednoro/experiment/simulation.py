@@ -92,7 +92,7 @@ def run(
             return _carry_on(folder, config, hardware, watcher, write_page)
     except Exception:
         if not (folder.path / "split.npz").exists():
-            # nothing was begun that could be resumed
+            # Nothing was begun that could be resumed.
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
@@ -162,12 +162,12 @@ def _carry_on(
 
 @contextmanager
 def laboratory(config: Config, watcher: Watcher, hardware: Hardware | None = None) -> Iterator[Lab]:
-    """The data and an engine for it, for work that is no run: making a
-    federation, scoring its clients.
+    """The data and an engine for it, for work that is no run:
+    making a federation, scoring its clients.
     """
     hardware = hardware or hardware_for(config)
     if hardware.device.type == "cpu":
-        # before a small network is given one
+        # Counted before a small network is limited to one thread.
         hardware = replace(hardware, lanes=torch.get_num_threads())
     with warnings_to(watcher):
         dataset = config.data.load(config.seed, watcher.progress)
@@ -204,8 +204,8 @@ def _train(folder: RunFolder, lab: Lab, start: Weights, watcher: Watcher) -> Run
 def make_evaluator(
     engine: EagerEngine, dataset: Dataset, test: IntArray, validation: IntArray
 ) -> Callable[[Weights], Evaluation]:
-    """Evaluates models on the test part and, where there is one, the
-    validation part of `dataset`.
+    """Evaluates models on the test part
+    and, where there is one, the validation part of `dataset`.
     """
 
     def measure(weights: Weights, part: IntArray) -> Evaluation:
@@ -249,8 +249,8 @@ class Lab:
         return hardware.engine(self.network, self.dataset, self.inputs, config.train, config.seed)
 
     def calibrate(self, start: Weights) -> Weights:
-        """What training starts from: `start`, with the BatchNorm statistics of the
-        engine's clients where asked.
+        """What training starts from:
+        `start`, with the BatchNorm statistics of the engine's clients where asked.
         """
         return (
             _recalibrate(start, self.engine, self.watcher)
@@ -324,7 +324,7 @@ def _recalibrate(start: Weights, engine: EagerEngine, watcher: Watcher) -> Weigh
     """`start` with BatchNorm statistics from the clients' own images,
     averaged by size as in every round.
     """
-    # one image has no variance
+    # One image has no variance.
     eligible_clients = [client for client in engine.clients.values() if len(client.index) > 1]
     if not engine.net.norms or not eligible_clients:
         why = "no client has two images" if engine.net.norms else "the network has no BatchNorm"

@@ -106,8 +106,8 @@ def load_model(run: Run | str | Path) -> nn.Module:
 
 
 def open_trained_model(run: Run | str | Path) -> Trained:
-    """A finished run's network; its data is not needed where the run folder
-    tells the shape of its images.
+    """A finished run's network;
+    its data is not needed where the run folder tells the shape of its images.
     """
     folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
     if not (folder / "config.yaml").is_file():

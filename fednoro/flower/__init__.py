@@ -1,5 +1,5 @@
-"""The same methods across real sites, on Flower: apps, a strategy, and the
-pieces for apps of your own.
+"""The same methods across real sites, on Flower:
+apps, a strategy, and the pieces for apps of your own.
 
 `FedNoRo` is a strategy for an existing ServerApp; `site_loss`, `score` and `log_prior`
 are for an existing ClientApp.

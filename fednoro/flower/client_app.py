@@ -75,8 +75,8 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """What a model is worth on the part of the data that the site
-    keeps for that: confusion counts.
+    """What a model is worth on the part of the data that the site keeps for that:
+    confusion counts.
     """
     return _answer(message, context, _evaluate)
 

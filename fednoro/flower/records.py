@@ -1,5 +1,5 @@
-"""Tasks and replies as Flower's records: one flat vector for a model, small
-arrays and numbers beside it.
+"""Tasks and replies as Flower's records:
+one flat vector for a model, small arrays and numbers beside it.
 
     task    arrays {values, counters}   small {NAME: float64}
             config {task, server-round, client, …}   settings {…}
@@ -32,8 +32,8 @@ class UnreadableError(ValueError):
 def task_records(
     task: Task, client: int, facts: Mapping[str, str | int], model: ArrayRecord
 ) -> RecordDict:
-    """What a site is sent; `model` is `weight_record(task.weights)`, which all
-    messages of an exchange share.
+    """What a site is sent; `model` is `weight_record(task.weights)`,
+    which all messages of an exchange share.
     """
     config: dict[str, Any] = {
         "task": task.name,

@@ -1,20 +1,22 @@
-"""FedCorr: estimate each client's noise level, correct its labels, then train
-on clean clients and on all.
+"""FedCorr: estimate each client's noise level,
+correct its labels, then train on clean clients and on all.
 
-Xu et al., FedCorr: Multi-Stage Federated Learning for Label Noise Correction, CVPR
-2022. Local training is mixup,
+Xu et al., FedCorr: Multi-Stage Federated Learning for Label Noise Correction, CVPR 2022.
+Local training is mixup,
 
     x̃ = λ x_i + (1 − λ) x_j,   λ ~ Beta(1, 1),   j from the same batch
     L = λ CE(f(x̃), y_i) + (1 − λ) CE(f(x̃), y_j)
 
 Stage 1, pre-processing, T1 iterations outside of the rounds. In each, every client is visited once,
 in random order: it trains w_g on L + β μ_k ‖w − w_g‖₂, and w_g becomes its model. Then, with that
-model and plain images, it computes each sample's CE, and the mean over its samples of LID_i = −k /
-Σ_j log(d_j / d_k), d_j the distances to the k nearest neighbours in softmax space. A mixture of two
-Gaussians splits the clients by their LIDs so far; the component of the larger mean is noisy. A
-noisy client splits its samples' losses by another: μ_k is the share outside the component of the
-smaller mean (μ_k = 0 for the others), and of its N_k μ_k / 2 largest losses, those for which w_g is
-sure, max p > ½, take the label argmax p for good.
+model and plain images, it computes each sample's CE, and the mean over its samples of
+
+    LID_i = −k / Σ_j log(d_j / d_k),  d_j the distances to the k nearest neighbours in softmax space
+
+A mixture of two Gaussians splits the clients by their LIDs so far; the component of the larger mean
+is noisy. A noisy client splits its samples' losses by another: μ_k is the share outside the
+component of the smaller mean (μ_k = 0 for the others), and of its N_k μ_k / 2 largest losses, those
+for which w_g is sure, max p > ½, take the label argmax p for good.
 
 Stage 2, fine-tuning, rounds 1..T2: FedAvg on the clients with μ_k ≤ 0.1. Then the others relabel
 all of their samples for which w_g is sure.
@@ -64,8 +66,8 @@ UNTRUSTED = 1.0  # the noise level of a client that was flagged and did not say 
 
 @dataclass(frozen=True)
 class FedCorr(Method):
-    """Finds noisy clients by LID, corrects their labels, fine-tunes on clean
-    clients, then trains on all.
+    """Finds noisy clients by LID, corrects their labels,
+    fine-tunes on clean clients, then trains on all.
     """
 
     draws: ClassVar[int] = 2  # λ, and the order of the images that are mixed in
@@ -137,8 +139,8 @@ class FedCorr(Method):
         return {}
 
     def _to_relabel(self, state: State, clients: Clients, mu: dict[int, float]) -> list[int]:
-        """Noisy clients that have not relabelled yet: all at first, later those
-        drawn, asked at most once a round.
+        """Noisy clients that have not relabelled yet:
+        all at first, later those drawn, asked at most once a round.
         """
         last_round, relabelled_clients = (
             state.memo.get("asked_in"),
@@ -274,8 +276,8 @@ class FedCorrLA(FedCorr):
 
 
 def _fold_visit(state: State, replies: Replies, iteration: int) -> State:
-    """The visited client's model becomes the global one; without an
-    answer the model stays as it is.
+    """The visited client's model becomes the global one;
+    without an answer the model stays as it is.
     """
     memo = state.memo
     visited_clients = memo["visited"] if memo.get("iteration") == iteration else []

@@ -1,8 +1,8 @@
 """FedLSR: each client regularises itself by two views of its images.
 
 Jiang et al., Towards Federated Learning against Noisy Labels via Local Self-Regularization, CIKM
-2022. Logits f_1 of x and f_2 of a stronger augmentation of x, p_i = softmax(f_i), q_i = softmax(3
-f_i) kept ≥ 1e-6, λ ~ Beta(1, 1) for each batch:
+2022. Logits f_1 of x and f_2 of a stronger augmentation of x, p_i = softmax(f_i),
+q_i = softmax(3 f_i) kept ≥ 1e-6, λ ~ Beta(1, 1) for each batch:
 
     P = λ p_1 + (1 − λ) p_2,   P_sharp = P² / Σ P²
     client    CE(P_sharp, y) + γ_t JS(q_1, q_2) + λ_e H,   H = (H(q_1) + H(q_2)) / 2
@@ -78,8 +78,8 @@ class FedLSR(Method):
         return ce + step.aux["gamma"] * js + self.lam_e * h
 
     def second_view(self, x: Tensor, u: Tensor) -> Tensor:
-        """A stronger augmentation of normalised images by their uniforms
-        (B×7), laid out as they are.
+        """A stronger augmentation of normalised images by their uniforms (B×7),
+        laid out as they are.
         """
         mean, deviation = normalisation(x.shape[1])
         colour = self.view == "colour" or (self.view == "auto" and x.shape[1] == 3)
@@ -96,8 +96,8 @@ class FedLSR(Method):
 
 
 def recolour(x: Tensor, u: Tensor) -> Tensor:
-    """Images in [0, 1] (B×C×H×W) mirrored, jittered and made grey, each
-    as its own uniforms (B×7) say.
+    """Images in [0, 1] (B×C×H×W) mirrored, jittered and made grey,
+    each as its own uniforms (B×7) say.
     """
     mirror, jitter, brightness, contrast, saturation, hue, grey = (
         v.view(-1, 1, 1, 1) for v in u.unbind(1)
@@ -118,7 +118,7 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     r, g, b = torch.split(x, 1, dim=1)
     value, low = x.amax(dim=1, keepdim=True), x.amin(dim=1, keepdim=True)
     chroma = value - low
-    # grey has no hue, and keeps its colour whatever it is given
+    # Grey has no hue, and keeps its colour whatever hue it is given.
     d = chroma.masked_fill(chroma == 0, 1.0)
     sixths = torch.where(
         value == r, (g - b) / d, torch.where(value == g, 2 + (b - r) / d, 4 + (r - g) / d)
@@ -126,15 +126,15 @@ def shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     sixths = sixths + 6 * shift
     channels = []
     for start in (5, 3, 1):
-        # red, green, blue: how far along the circle from where the channel begins to fall
+        # Red, green, blue: how far along the circle from where the channel begins to fall.
         k = torch.remainder(sixths + start, 6)
         channels.append(value - chroma * torch.minimum(k, 4 - k).clamp(0, 1))
     return torch.cat(channels, dim=1)
 
 
 def rotate(x: Tensor, u: Tensor) -> Tensor:
-    """Images (B×C×H×W) turned about their middle by up to 30° either way; what
-    comes in from outside is black.
+    """Images (B×C×H×W) turned about their middle by up to 30° either way;
+    what comes in from outside is black.
     """
     height, width = x.shape[2:]
     angle = ((2 * u - 1) * math.radians(TURN)).view(-1, 1, 1)
@@ -152,8 +152,8 @@ def rotate(x: Tensor, u: Tensor) -> Tensor:
 
 
 def _per_channel(x: Tensor, factors: Sequence[float], offsets: Sequence[float]) -> Tensor:
-    """x·factor + offset by channel; the numbers stay in the code, so that a
-    captured step copies nothing.
+    """x·factor + offset by channel;
+    the numbers stay in the code, so that a captured step copies nothing.
     """
     if len({*zip(factors, offsets, strict=True)}) == 1:
         return x * factors[0] + offsets[0]

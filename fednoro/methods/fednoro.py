@@ -8,8 +8,8 @@ the global model and sends its mean loss per class, l_k^c. Missing ones are fill
 each class is scaled to [0, 1], and a mixture of two Gaussians splits the clients: the component
 whose mean has the smaller norm is clean, S_c, the other noisy, S_n.
 
-Stage 2, rounds T1+1..T: clean clients as before. Noisy ones learn from
-the received global model too:
+Stage 2, rounds T1+1..T: clean clients as before.
+Noisy ones learn from the received global model too:
 
     y_G = softmax(f_G(x) / 0.8),   y_p = softmax(f(x) + log π_k)
     L = λ KL(y_G ‖ y_p) + (1 − λ) CE(y_p, ȳ)
@@ -85,8 +85,8 @@ from fednoro.methods.method import Method, advance, nobody_answered
 
 @dataclass(frozen=True)
 class FedNoRo(Method):
-    """Finds noisy clients by per-class losses, distils on them, aggregates
-    by distance to clean models.
+    """Finds noisy clients by per-class losses,
+    distils on them, aggregates by distance to clean models.
     """
 
     warmup: int = option(10, "rounds before the clients are judged (T1)", ge=1)

@@ -1,5 +1,5 @@
-"""FedNoRo+: verdicts that may be nobody or everybody, then purge, correct
-once, and train on everybody.
+"""FedNoRo+: verdicts that may be nobody or everybody,
+then purge, correct once, and train on everybody.
 
 It goes beyond Wu et al., FedNoRo, IJCAI 2023, whose mixture always splits the clients in two, and
 whose distillation collapses where most of them are noisy.
@@ -18,26 +18,30 @@ judged is not trusted until it is.
 Stage 2, purge, from the verdict on: FedLA on the clean clients S_c alone. In the middle of it
 everybody is judged once more (`second_look`), because the model that clean clients have trained
 parts the two kinds better. The teacher f_T is the mean of the global models of these rounds (of
-those since the second verdict, if it is another), from the tenth on their moving average: w_T ← a
-w_T + (1 − a) w_g, a = min(0.9, t / (t + 1)), t = 0, 1, …
+those since the second verdict, if it is another), from the tenth on their moving average:
 
-Correct, once: on each noisy client, by what the teacher says on average about `views`
-augmented versions v of an image,
+    w_T ← a w_T + (1 − a) w_g,   a = min(0.9, t / (t + 1)),   t = 0, 1, …
+
+Correct, once: on each noisy client, by what the teacher says on average
+about `views` augmented versions v of an image,
 
     p_i(y) ∝ mean_v softmax(f_T(v(x_i)))_y √(n_k(y) + ½)
 
-n_k(y) being how many of its given labels are y. That is all that given labels are used for,
-because annotators' mistakes depend on the image. q = p, unless EM for the true labels under the
-client's own noise transitions, which takes mistakes for independent of the image, is given a
-share (`opinion` o below 1):
+n_k(y) being how many of its given labels are y. That is all that given labels are used for, because
+annotators' mistakes depend on the image. q = p, unless EM for the true labels under the client's
+own noise transitions, which takes mistakes for independent of the image, is given a share
+(`opinion` o below 1):
 
     r_i(y) ∝ p_i(y) T_k(y, ȳ_i),   T_k(y, ·) ∝ Σ_i r_i(y) 1[ȳ_i = ·] + 2 I + 2/C
     q_i = o p_i + (1 − o) r_i
 
-Stage 3: all clients. Clean ones as before; noisy ones learn L = −Σ_y q_i(y) log softmax(f(x_i) +
-log π_k)_y with π_k = mean q, and models are weighted by their distance to the nearest clean one, as
-in FedNoRo. With `further` above 1, for images that have no upright, all clients turn and shift
-theirs so many times as far as they did before.
+Stage 3: all clients. Clean ones as before; noisy ones learn
+
+    L = −Σ_y q_i(y) log softmax(f(x_i) + log π_k)_y   with π_k = mean q
+
+and models are weighted by their distance to the nearest clean one, as in FedNoRo. With `further`
+above 1, for images that have no upright, all clients turn and shift theirs so many times as far as
+they did before.
 
 Each choice can be taken back: `detector` (heads on a sketch of the features, or explained shares
 alone), `second_look` (one verdict), `ema` 0 (the last model as teacher), `views` 0 (plain images),
@@ -99,7 +103,7 @@ from fednoro.methods.method import Method
 from fednoro.methods.relabel import soft_labels
 
 TEACHER = "teacher"  # among a state's models
-# in the memo: how many rounds were over when a client's labels were corrected
+# In the memo: how many rounds were over when a client's labels were corrected.
 CORRECTED = "corrected_after"
 SOFT = "soft"  # in a client's memory: q, N×C; among a task's settings: that it is to be learnt
 CORRECTED_FROM = "soft.given"  # in a client's memory: the labels that q was made of
@@ -177,7 +181,7 @@ class FedNoRoPlus(Method):
                 f"({rounds}), got {self.warmup}: set either"
             )
         if self.watch > self.warmup and self.watch != WATCHED:
-            # the default stands for all of a short warm-up
+            # The default is no mistake: it stands for all of a short warm-up.
             raise UserError(
                 "method.watch must be at most method.warmup "
                 f"({self.warmup}), got {self.watch}: set either"
@@ -191,16 +195,16 @@ class FedNoRoPlus(Method):
             )
 
     def purge_end(self, rounds: int, verdict_round: int) -> int:
-        """The round after which noisy clients come back; they do not
-        where that is beyond the run.
+        """The round after which noisy clients come back;
+        they do not where that is beyond the run.
         """
         return verdict_round + (
             max(1, round(4 / 9 * (rounds - verdict_round))) if self.purge is None else self.purge
         )
 
     def second_look_rounds(self, rounds: int, verdict_round: int) -> range:
-        """After which rounds a second verdict may be found: in the middle of the purge, or
-        a round later if that fails.
+        """After which rounds a second verdict may be found:
+        in the middle of the purge, or a round later if that fails.
 
         The purge has two rounds at least before it, and two after it.
         """
@@ -219,11 +223,11 @@ class FedNoRoPlus(Method):
         may_change, width = self._may_change(state), WIDTHS[self.detector]
         due = may_change and state.round - judged_in(state, self.warmup) >= self.revise
         if due and state.memo.get("asked_in") != state.round:
-            # where nobody answers, in a later round
+            # Where nobody answers, everybody is asked in a later round.
             return questions(state, clients, clients.present, width, anew=True)
         if self._second_look_due(state) and state.memo.get("asked_in") != state.round:
             current_verdicts = verdicts(state)
-            # others are judged by what comes of it
+            # Other clients are judged later, by what comes of it.
             judged_clients = [k for k in clients.present if k in current_verdicts]
             if len(judged_clients) > FEW:
                 return questions(state, clients, judged_clients, width, anew=True)
@@ -257,7 +261,7 @@ class FedNoRoPlus(Method):
             else []
         )
         if waiting and state.memo.get("corrected_in") != state.round:
-            # who does not answer is asked in a later round
+            # Who does not answer is asked in a later round.
             return {
                 k: Task("correct", state.round, state.models.get(TEACHER, state.model))
                 for k in waiting
@@ -272,16 +276,16 @@ class FedNoRoPlus(Method):
         }
 
     def _purging(self, state: State) -> bool:
-        """Whether noisy clients are still left out; once their labels
-        are corrected, they are not.
+        """Whether noisy clients are still left out;
+        once their labels are corrected, they are not.
         """
         return CORRECTED not in state.memo and state.round < self.purge_end(
             state.rounds, judged_in(state, self.warmup)
         )
 
     def _may_change(self, state: State) -> bool:
-        """Whether everybody is flagged, and is to be judged again
-        before half of the run is over.
+        """Whether everybody is flagged,
+        and is to be judged again before half of the run is over.
         """
         if self.noisy is not None or not self.revise or not nobody_trusted(state):
             return False
@@ -409,7 +413,7 @@ class FedNoRoPlus(Method):
         if task.name == "correct":
             return Reply(site.client, site.size, metrics={"relabelled": self._correct(task, site)})
         if SOFT in task.settings and SOFT not in site.memory:
-            # it was not there when the teacher asked: the global model will do
+            # It was not there when the teacher asked: the global model will do.
             self._correct(task, site)
         reply = super().work(task, site)
         if WATCH in task.settings:
@@ -433,7 +437,7 @@ class FedNoRoPlus(Method):
         """
         if not self.views:
             return torch.softmax(site.logits(task, task.weights).double(), dim=1)
-        # the name keys the draws
+        # A task's name keys the random draws.
         tasks = [replace(task, name=f"{task.name}.{view}") for view in range(self.views)]
         probabilities = (
             torch.softmax(site.logits(view, task.weights, augment=True).double(), dim=1)

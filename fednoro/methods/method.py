@@ -1,7 +1,7 @@
 """FedAvg, and the shape that every method has.
 
-McMahan et al., Communication-Efficient Learning of Deep Networks from
-Decentralized Data, AISTATS 2017.
+McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data,
+AISTATS 2017.
 
     client    w_k ← local epochs on CE(f(x), y), from w_g
     server    w_g ← Σ_k N_k w_k / Σ_j N_j
@@ -48,8 +48,8 @@ class Method(Options):
         """Raises a `UserError` where the options do not fit a run of `rounds`."""
 
     def check_clients(self, clients: int) -> None:
-        """Raises a `UserError` where the options do not fit a simulated
-        federation of so many clients.
+        """Raises a `UserError`
+        where the options do not fit a simulated federation of so many clients.
         """
 
     def plan(self, state: State, clients: Clients) -> dict[int, Task]:

@@ -1,5 +1,5 @@
-"""Which of a client's labels are wrong, judged by their losses, and what
-a trusted model says instead.
+"""Which of a client's labels are wrong, judged by their losses,
+and what a trusted model says instead.
 
 Xu et al., FedCorr: Multi-Stage Federated Learning for Label Noise Correction, CVPR 2022. A
 mixture of two Gaussians splits the losses of a client's samples: those outside the component of
@@ -18,8 +18,8 @@ from fednoro.detection.mixture import fit_mixtures
 
 
 def upper_component(values: FloatArray) -> FloatArray:
-    """Each value's probability of belonging to the component with the larger mean; 0
-    where there are no two groups.
+    """Each value's probability of belonging to the component with the larger mean;
+    0 where there are no two groups.
 
     EM begins with the split in two that k-means looks for. In one dimension it is found by trying
     all, so that nothing depends on a seed.
@@ -34,8 +34,8 @@ def upper_component(values: FloatArray) -> FloatArray:
 
 
 def _best_cut(ordered: FloatArray) -> float:
-    """The last value of the lower group, where the sum of squares between the groups
-    is largest; their mean is 0.
+    """The last value of the lower group,
+    where the sum of squares between the groups is largest; their mean is 0.
     """
     n = np.arange(1, len(ordered))
     between = np.cumsum(ordered)[:-1] ** 2 * (1 / n + 1 / (len(ordered) - n))
@@ -45,8 +45,8 @@ def _best_cut(ordered: FloatArray) -> float:
 def sure_labels(
     labels: Tensor, probabilities: Tensor, confidence: float, candidates: Tensor | None = None
 ) -> Tensor:
-    """New labels: the model's where it is surer than `confidence`, if asked only for the
-    `candidates`; else as given.
+    """New labels: the model's where it is surer than `confidence`,
+    if asked only for the `candidates`; else as given.
 
     Args:
         labels: N.
@@ -69,8 +69,8 @@ def largest_losses(losses: FloatArray, count: int) -> Tensor:
 def soft_labels(
     probabilities: Tensor, labels: Tensor, classes: int, iterations: int, opinion: float
 ) -> Tensor:
-    """What each image's label really is, q, N×C in float64: the teacher's opinion,
-    and EM over noise transitions.
+    """What each image's label really is, q, N×C in float64:
+    the teacher's opinion, and EM over noise transitions.
 
     Args:
         probabilities: the teacher's, N×C.
@@ -79,7 +79,7 @@ def soft_labels(
         iterations: of EM.
         opinion: the teacher's share in q.
     """
-    # an image about which the teacher says nothing
+    # Uniform for an image about which the teacher says nothing.
     p = torch.where(probabilities.isnan(), 1 / classes, probabilities.double())
     observed = one_hot(labels, classes).double()  # N×C
     p = p * (observed.sum(dim=0) + 0.5).sqrt()

@@ -1,5 +1,5 @@
-"""RHFL without a public data set: a noise-tolerant local loss, and models
-weighted by how well clients learn.
+"""RHFL without a public data set:
+a noise-tolerant local loss, and models weighted by how well clients learn.
 
 Fang and Ye, Robust Federated Learning with Noisy and Heterogeneous Clients, CVPR 2022. As in
 FedNoRo's comparison, there are no public images to exchange opinions on, and the confidence in
@@ -39,8 +39,8 @@ from fednoro.methods.method import Method, advance, nobody_answered
 
 @dataclass(frozen=True)
 class RHFL(Method):
-    """Symmetric cross-entropy on every client; models weighted by how
-    fast their clients' losses fall.
+    """Symmetric cross-entropy on every client;
+    models weighted by how fast their clients' losses fall.
     """
 
     alpha: float = option(0.1, "weight of the cross-entropy", ge=0)

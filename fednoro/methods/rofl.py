@@ -5,8 +5,8 @@ Yang et al., Robust Federated Learning with Noisy Labels, IEEE Intelligent Syste
 The server keeps a centroid per class, f_G (C×d, first drawn from N(0, 1)), and sends it with w_g. A
 client begins round t (from 0) with f_k = f_G, in the first round with the mean feature of each of
 its labels (a class it does not hold: 0), and with pseudo-labels ŷ = argmax f(x; w_g), used from
-round T_pl on; before, ŷ = y. In each batch it keeps the ⌊(1 − R_t) B⌋ samples of lowest CE(f(x),
-y), where R_t rises linearly from 0 to R over the first rounds, and on those
+round T_pl on; before, ŷ = y. In each batch it keeps the ⌊(1 − R_t) B⌋ samples of lowest
+CE(f(x), y), where R_t rises linearly from 0 to R over the first rounds, and on those
 
     ỹ = argmax_c cos(f_k[c], z),  z the feature of x,   m = [ỹ = y],   target = y where m, else ŷ
     L = mean CE(f(x), target) + λ_cen(t) Σ m ‖z − f_k[y]‖² + λ_e mean H(f(x))
@@ -14,8 +14,8 @@ y), where R_t rises linearly from 0 to R over the first rounds, and on those
     f̂[c] = mean z of label c,   s = cos(f_k, f̂)
     f_k ← (1 − s²) f_k + s² f̂,   unchanged for absent classes
 
-The server takes the plain mean of the models, and of the centroids a mean by their
-similarity to the last ones:
+The server takes the plain mean of the models,
+and of the centroids a mean by their similarity to the last ones:
 
     w_g = Σ_k w_k / K,   f_G[c] ← Σ_k s_k f_k[c] / Σ_k s_k,   s_k = cos(f_G[c], f_k[c])
 
@@ -52,14 +52,14 @@ from fednoro.core.types import (
 from fednoro.methods.method import Method
 
 SLACK = 1e-4  # so that 0.8 of 5 is 4 in float32 as well
-# of Σ|s_k| that Σ s_k must be: with less, opposite similarities would throw the centroid far out
+# Share of Σ|s_k| that Σ s_k must be: with less, opposite similarities throw the centroid far out.
 LEAST = 0.1
 
 
 @dataclass(frozen=True)
 class RoFL(Method):
-    """Keeps samples of small loss, and believes their labels where they agree
-    with shared class centroids.
+    """Keeps samples of small loss,
+    and believes their labels where they agree with shared class centroids.
     """
 
     warmup: int = option(10, "rounds before pseudo-labels are used (T_pl)", ge=0)
@@ -152,7 +152,7 @@ def class_means(z: Tensor, members: Tensor) -> Tensor:
     """The mean of the features (B×d) of each class's members (B×C), C×d; 0 for a class without."""
     weights = members.to(z.dtype)
     with torch.autocast(z.device.type, enabled=False):
-        # in bfloat16 a sum of many features would lose its digits
+        # In bfloat16 a sum of many features would lose its digits.
         return weights.T @ z / weights.sum(0).clamp(min=1)[:, None]
 
 
@@ -165,15 +165,15 @@ def small_loss(losses: Tensor, keep: Tensor) -> Tensor:
 def move_centroids(f_k: Tensor, f_hat: Tensor) -> Tensor:
     """(1 − s²) f_k + s² f̂, C×d; without members f̂ = 0 and s = 0, so that the centroid stays."""
     s = F.cosine_similarity(f_k, f_hat, dim=1)
-    # A class that nobody held before has the centroid 0, similar to nothing: it takes
-    # the first features that come.
+    # A class that nobody held before has the centroid 0, similar to nothing:
+    # it takes the first features that come.
     share = torch.where((f_k == 0).all(1), 1.0, s.square())[:, None]
     return (1 - share) * f_k + share * f_hat
 
 
 def shared_centroids(f_g: FloatArray, f_k: FloatArray) -> FloatArray:
-    """Σ s_k f_k[c] / Σ s_k, C×d, of the clients' centroids, K×C×d; those that are
-    0 or not finite do not count.
+    """Σ s_k f_k[c] / Σ s_k, C×d, of the clients' centroids, K×C×d;
+    those that are 0 or not finite do not count.
 
     Where Σ s_k is below 0 or near it, the plain mean.
     """

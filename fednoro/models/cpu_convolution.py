@@ -1,7 +1,7 @@
-"""Products of images and weights whose gradient lies in memory that is kept from step to step.
+"""Convolution on a CPU as a product of matrices, whose gradient lies in memory that is kept.
 
-The weights of a network's last layers are larger than their images: new memory for the gradient,
-which the system fills with zeros page by page, would take longer than the product.
+The weights of a network's last layers are larger than their images: new memory for the gradient in
+each step, which the system fills with zeros page by page, would take longer than the product.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.autograd import Function
 
 
 class Spare:
-    """Memory for the gradients of weights, for one who uses them up
-    before asking for the next ones.
+    """Memory for the gradients of weights,
+    for one who uses them up before asking for the next ones.
 
     It is given to the first gradient of each weight within `offer` alone: nobody
     else's gradients are overwritten.
@@ -29,7 +29,7 @@ class Spare:
         self._free: set[int] | None = None
 
     def __reduce__(self) -> tuple[type[Spare], tuple[()]]:
-        # a copy of a network has memory of its own, if it finds somebody to offer it
+        # A copy of a network has memory of its own, if it finds somebody to offer it.
         return Spare, ()
 
     @contextmanager
@@ -42,8 +42,8 @@ class Spare:
             self._free = None
 
     def place(self, weight: Tensor, window: slice) -> Tensor | None:
-        """Zeros like `weight`, but for the `window` of each kernel: that may hold
-        anything. None if not offered.
+        """Zeros like `weight`, but for the `window` of each kernel:
+        that may hold anything. None if not offered.
         """
         key = id(weight)
         if self._free is None or (key in self._places and key not in self._free):
@@ -55,8 +55,8 @@ class Spare:
 
 
 def product(patches: Tensor, weight: Tensor, window: slice, spare: Spare | None) -> Tensor:
-    """Multiplies patches and Wᵀ, where `window` is the rows and the columns
-    of each kernel that take part.
+    """Multiplies patches and Wᵀ,
+    where `window` is the rows and the columns of each kernel that take part.
     """
     if spare is None or torch.is_autocast_enabled("cpu"):
         return patches @ weight[:, :, window, window].flatten(1).t()

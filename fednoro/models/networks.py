@@ -22,7 +22,7 @@ class SmallCNN(nn.Module):
 
         def block(inputs: int, outputs: int, *pool: nn.Module) -> list[nn.Module]:
             layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs)]
-            # the same as pooling last, to the bit, with a quarter of the work
+            # The same as pooling last, to the bit, with a quarter of the work.
             return [*layers, *pool, nn.ReLU()]
 
         pool = nn.MaxPool2d(2, ceil_mode=True)
@@ -41,8 +41,8 @@ class SmallCNN(nn.Module):
 
 
 class Convolution(nn.Conv2d):
-    """A convolution that is trained on the CPU as a matrix product where its
-    output has at most four pixels.
+    """A convolution that is trained on the CPU as a matrix product
+    where its output has at most four pixels.
 
     There oneDNN spends most of its time on rearranging the weights and their gradient,
     which are larger than the maps. An image of one pixel meets a single weight of each
@@ -91,8 +91,8 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions around a shortcut; the stride is in
-    the 3×3, as torchvision has it.
+    """1×1, 3×3 and 1×1 convolutions around a shortcut;
+    the stride is in the 3×3, as torchvision has it.
     """
 
     expansion: ClassVar[int] = 4

@@ -1,5 +1,5 @@
-"""The vector that carries a network: loading, sending and averaging a
-model are then single operations.
+"""The vector that carries a network:
+loading, sending and averaging a model are then single operations.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LARGE = 2**20  # bytes of a vector that is worth keeping
 
 
 class Copies:
-    """Memory for copies of a vector on the CPU, which is used again when
-    nobody holds the copy any more.
+    """Memory for copies of a vector on the CPU,
+    which is used again when nobody holds the copy any more.
 
     New memory comes from the system page by page: a ResNet-18's takes
     five times as long as its copy.
@@ -78,7 +78,7 @@ class Packed:
             *self.net.named_parameters(remove_duplicate=False),
             *self.net.named_buffers(remove_duplicate=False),
         ]
-        # tied tensors have several names
+        # Tied tensors have several names.
         self._stored_as = {name: first[id(tensor)] for name, tensor in every}
         self._saved_names = [name for name in self.net.state_dict() if name in self._stored_as]
         self.names = tuple(name for name, _ in tensors)
@@ -109,8 +109,8 @@ class Packed:
         )
 
     def twin(self) -> Packed:
-        """One more network of this kind with a vector of its own, to be
-        loaded: no weights are copied.
+        """One more network of this kind with a vector of its own, to be loaded:
+        no weights are copied.
         """
         values = torch.empty_like(self.values)
         tensors_by_id: dict[int, Any] = {}
@@ -140,8 +140,8 @@ class Packed:
         return len(self._counters)
 
     def views_of(self, vector: Tensor) -> list[Tensor]:
-        """The tensors inside a vector that is laid out as `values`, or
-        inside several of them, …×P.
+        """The tensors inside a vector that is laid out as `values`,
+        or inside several of them, …×P.
         """
         return self._views(vector, self.channels_last)
 

@@ -1,5 +1,5 @@
-"""Weight files: torchvision's names, from .pth or .safetensors, without
-ever running what is in them.
+"""Weight files: torchvision's names, from .pth or .safetensors,
+without ever running what is in them.
 """
 
 from __future__ import annotations

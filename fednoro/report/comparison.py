@@ -34,8 +34,8 @@ class Group:
 
     @property
     def exact(self) -> tuple[int, int] | None:
-        """In how many runs exactly the noisy clients were flagged, of how
-        many where that can be known.
+        """In how many runs exactly the noisy clients were flagged,
+        of how many where that can be known.
         """
         exact_verdicts = [
             run.detection["exact"]
@@ -74,8 +74,8 @@ def scores(run: Recorded) -> dict[str, float]:
 
 
 def compare(folders: Sequence[str | Path], against: str | None = None) -> Comparison:
-    """Groups the runs and takes the differences of every group to the first, or
-    to the one labelled `against`.
+    """Groups the runs and takes the differences of every group to the first,
+    or to the one labelled `against`.
     """
     remarks: list[str] = []
     runs = [run for run in map(read, folders) if _is_usable(run, remarks)]
@@ -134,8 +134,8 @@ def _group_runs(runs: Sequence[Recorded]) -> list[Group]:
 
 
 def _labels(groups: Sequence[dict[str, str]]) -> list[str]:
-    """The method's name and what else tells the groups apart; a part's own
-    options only among its own kind.
+    """The method's name and what else tells the groups apart;
+    a part's own options only among its own kind.
     """
     labels: list[list[str]] = []
     for group in groups:
@@ -175,8 +175,8 @@ def _shorten_label(parts: Sequence[str]) -> str:
 
 
 def paired_differences(group: Group, base: Group, remarks: list[str]) -> list[Difference]:
-    """Differences over the seeds that both groups have with the very same
-    federation; a remark for those refused.
+    """Differences over the seeds that both groups have with the very same federation;
+    a remark for those refused.
     """
     common_seeds = [seed for seed in group.runs if seed in base.runs]
     paired_seeds = [
@@ -211,8 +211,8 @@ def _same_federation(first: Recorded, second: Recorded) -> bool:
 
 
 def interval(values: FloatArray) -> tuple[float, float, float, float]:
-    """Mean, standard deviation, and Student's t interval for the mean; NaN where one
-    value says nothing of spread.
+    """Mean, standard deviation, and Student's t interval for the mean;
+    NaN where one value says nothing of spread.
     """
     mean = float(values.mean())
     if len(values) < 2:

@@ -1,5 +1,5 @@
-"""A comparison as a page: curves with their spread, the table, and
-differences with their intervals.
+"""A comparison as a page:
+curves with their spread, the table, and differences with their intervals.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The answer in words: which clients look noisy and how sure that is, what
-was gained, what to distrust.
+"""The answer in words: which clients look noisy and how sure that is,
+what was gained, what to distrust.
 """
 
 from __future__ import annotations
@@ -334,8 +334,8 @@ def _about_classes(confusion: IntArray, names: tuple[str, ...]) -> list[str]:
 
 
 def _standard_error(recall: FloatArray, test_images: IntArray) -> float:
-    """Of BACC, from the binomial spread of each recall; a success and a failure
-    more, as 0 and 1 would have none.
+    """Of BACC, from the binomial spread of each recall;
+    a success and a failure more, as 0 and 1 would have none.
     """
     has_images = test_images > 0
     share = (recall[has_images] * test_images[has_images] + 1) / (test_images[has_images] + 2)

@@ -53,7 +53,7 @@ def render(path: str | Path, watching: bool = False) -> str:
     try:
         verdict = read_verdict(run)
     except Exception as error:
-        # damage of a kind not thought of: the rest of the report must still come
+        # Damage of a kind not thought of: the rest of the report must still come.
         run.missing.append(("detection.json", f"cannot be used: {type(error).__name__}"))
     sections: dict[str, list[dict[str, Any]]] = {}
     for section, figure in figures(run, verdict):
@@ -78,8 +78,8 @@ def write_report(path: str | Path, watching: bool = False) -> Path:
 
 
 def page(template: str, **values: Any) -> str:
-    """A template with the shared style and script; a policy in it lets no other
-    script run and nothing be fetched.
+    """A template with the shared style and script;
+    a policy in it lets no other script run and nothing be fetched.
     """
     script = _text("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

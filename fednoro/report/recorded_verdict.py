@@ -1,5 +1,5 @@
-"""What was decided about the clients, and how firmly: the recorded verdicts
-and the mixture behind them.
+"""What was decided about the clients, and how firmly:
+the recorded verdicts and the mixture behind them.
 
 detection.json has the class losses, not the mixture. The same losses, options and seed
 give the same mixture, so it is fitted again, and whether it gives the recorded
@@ -53,8 +53,8 @@ class RecordedVerdict:
     explained_shares: FloatArray | None  # FedNoRo+: share of its labels that a client can explain
     error: FloatArray | None  # how badly heads that are learnt from the others part its labels
     doubt: FloatArray | None  # both together
-    # above which a client is flagged for its doubt, or below which for
-    # its share where there is none
+    # above which a client is flagged for its doubt,
+    # or below which for its share where there is none
     cut: float | None
     evidence: str  # what the verdict was made from
 
@@ -155,8 +155,8 @@ def _loss_tables(rows: dict[str, Any], classes: int) -> tuple[FloatArray | None,
 
 
 def _fit_detector(run: Recorded, rows: dict[str, Any]) -> Any:
-    """The detector as the run fitted it: to those scored first, or later where
-    they did not form two groups.
+    """The detector as the run fitted it:
+    to those scored first, or later where they did not form two groups.
     """
     from fednoro.detection.mixture_detector import NoisyClientDetector
 
@@ -225,8 +225,8 @@ def _agreement(detector: Any, normalised_losses: FloatArray, noisy: BoolArray) -
 
 
 def _directions(detector: Any, normalised_losses: FloatArray) -> Mixture | None:
-    """Principal directions of the scored clients, and each
-    component's covariance seen along them.
+    """Principal directions of the scored clients,
+    and each component's covariance seen along them.
     """
     scored = np.isfinite(normalised_losses).all(axis=1)
     if scored.sum() < 2:
@@ -234,7 +234,7 @@ def _directions(detector: Any, normalised_losses: FloatArray) -> Mixture | None:
     centre = normalised_losses[scored].mean(axis=0)
     _, deviations, axes = np.linalg.svd(normalised_losses[scored] - centre, full_matrices=False)
     axes = np.vstack([axes, np.zeros((2, axes.shape[1]))])[:2]
-    # to the right is a larger loss
+    # A larger loss is to the right.
     axes = axes * np.where(axes.sum(axis=1, keepdims=True) < 0, -1.0, 1.0)
     total = float((deviations**2).sum()) or 1.0
     shares = np.append(deviations**2, [0.0, 0.0])[:2] / total

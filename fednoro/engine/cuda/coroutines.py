@@ -1,5 +1,5 @@
-"""Work of several clients that takes turns: each goes on until it asks for
-something, and waits for the answer.
+"""Work of several clients that takes turns:
+each goes on until it asks for something, and waits for the answer.
 
 Methods are plain functions, which are left in the middle and entered again by greenlets: threads
 could do that as well, but to wake one takes longer than what most clients do in their turn.
@@ -18,8 +18,8 @@ class UnansweredError(Exception):
 
 
 class Coroutine:
-    """One client's work, which only runs while the others wait: their
-    requests can be met together.
+    """One client's work, which only runs while the others wait:
+    their requests can be met together.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -44,7 +44,7 @@ class Coroutine:
         self.request = None
         self._work.switch(answer)
         if self._work.dead:
-            # which would keep this object, and with it the result, until rubbish is collected
+            # It would keep this object, and with it the result, until garbage is collected.
             self._work = None
 
     def cancel(self) -> None:

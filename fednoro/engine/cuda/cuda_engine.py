@@ -51,7 +51,7 @@ LARGE = 128 * 128  # pixels
 STACKS = 2  # side by side
 LANES_BESIDE = 6  # for what its clients do alone
 STACKED_PIXELS = 320 * 320  # larger images gain nothing
-# of a model that a stack holds: weights, their copy, gradient, Adam's moments, maps
+# Of a model that a stack holds: weights, their copy, gradient, Adam's moments, maps.
 STACKED_COPIES = 6
 STACKED_BYTES = 512  # for each pixel of a batch, in a ResNet-18
 
@@ -82,7 +82,7 @@ class CudaEngine(EagerEngine):
         self.device, self.seed, self.training, self.precision = device, seed, training, precision
         self.classes = len(dataset.classes)
         self._eager: EagerEngine | None = None  # what goes on where graphs cannot
-        # by client: labels, and how many of each class they are
+        # By client: labels, and how many of each class they are.
         self._counts: dict[int, tuple[Any, Tensor]] = {}
         self.serve(clients)
         self.images = Images(dataset.images, inputs, training.augment, device)
@@ -148,15 +148,15 @@ class CudaEngine(EagerEngine):
             self._widen(len(tasks))
         for window in self._windows(sorted(tasks)):
             answers = self._exchange_window(method, {k: tasks[k] for k in window})
-            # Clients in a stack are done at the same time; those on lanes are
-            # folded while others go on.
+            # Clients in a stack are done at the same time;
+            # those on lanes are folded while others go on.
             for part in [window] if self._stacking else [[k] for k in window]:
                 items, events = zip(*(answers.pop(k) for k in part), strict=True)
                 for end in filter(None, events):
                     torch.cuda.current_stream(self.device).wait_event(end)
                 replies = with_extents(items, self.device)
                 del items
-                # one that is folded need not be held any longer
+                # `pop`, because a reply that is folded need not be held any longer.
                 yield from (replies.pop(0) for _ in part)
 
     def _windows(self, clients: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -261,11 +261,11 @@ class CudaEngine(EagerEngine):
         return answers
 
     def _run_stacked(self, method: Method, tasks: Mapping[int, Task]) -> dict[int, Answer]:
-        """The work of all clients, which meet wherever they are to be trained; who
-        could not be served is left out.
+        """The work of all clients, which meet wherever they are to be trained;
+        who could not be served is left out.
         """
-        # Last batches of one size are one graph where they share a lane; of
-        # few sizes, one for each lane.
+        # Last batches of one size are one graph where they share a lane;
+        # of few sizes, one for each lane.
         last_sizes = {k: len(self.clients[k].index) % self.training.batch for k in tasks}
         sizes = sorted(set(last_sizes.values()))
         places = (
@@ -328,7 +328,7 @@ class CudaEngine(EagerEngine):
                     group = waiting.pop(0)
                     running[stack] = group, stack.train(group, self.images)
             for stack, (group, steps) in list(running.items()):
-                # in turn, so that the GPU has work from each
+                # Each stack queues a step in turn, so that the GPU has work from all.
                 try:
                     next(steps)
                     continue
@@ -339,7 +339,7 @@ class CudaEngine(EagerEngine):
                 except UnsuitableError as reason:
                     kinds = {request.kind[0] for request in group}
                     if len(kinds) > 1:
-                        # another group may have the same stack, and other lanes
+                        # Another group may get the same stack with other lanes.
                         synchronize(self.device)
                         self._unmixable |= kinds
                         waiting += self._groups(group)
@@ -359,8 +359,8 @@ class CudaEngine(EagerEngine):
         return self.stacks
 
     def _slots(self) -> int:
-        """How many clients are stacked: equal parts of all, as far
-        as half of the GPU holds them.
+        """How many clients are stacked:
+        equal parts of all, as far as half of the GPU holds them.
         """
         if self.stacks:
             return self.stacks[0].slots

@@ -81,7 +81,7 @@ class CudaLane(Lane):
             self.adam = Adam(self.parameters)
         self.forward: Any = self.student
         if compiled:
-            # each lane has a network of its own, and all share the code
+            # Each lane has a network of its own, and all share the code.
             torch._dynamo.config.recompile_limit = 64
             half = isinstance(self.student, Half)
             self.forward = (
@@ -187,13 +187,13 @@ class CudaLane(Lane):
         first: int,
         last: int,
     ) -> None:
-        """Makes the graph for batches of this size, unless it is there; rehearsed
-        on the images from `first` on.
+        """Makes the graph for batches of this size, unless it is there;
+        rehearsed on the images from `first` on.
         """
         if size in program.graphs or self._capture_at_once(program, size):
             return
         if not self._take_rehearsal(program, size):
-            # whatever was left behind: a rehearsal must not meet NaN
+            # Overwrites whatever was left behind: a rehearsal must not meet NaN.
             self._begin(program, weights, data)
             self._prepare(program, images, data, first, last)
             self._rehearse(program, size)
@@ -208,8 +208,8 @@ class CudaLane(Lane):
     def _prepare(
         self, program: Program, images: Images, data: Inputs, first: int, last: int
     ) -> None:
-        """Puts the images from `first` to `last` of the training's order into the
-        block, the cursor at its start.
+        """Puts the images from `first` to `last` of the training's order into the block,
+        the cursor at its start.
         """
         index, n = data.order[first:last], last - first
         if self.fused:
@@ -226,8 +226,8 @@ class CudaLane(Lane):
         self.cursor.zero_()
 
     def _ask_anchor(self, program: Program, n: int) -> None:
-        """The anchor stays the same for a whole round: large batches of it cost
-        far less than one in each step.
+        """The anchor stays the same for a whole round:
+        large batches of it cost far less than one in each step.
         """
         if program.anchor_outputs is None:
             return
@@ -243,8 +243,8 @@ class CudaLane(Lane):
         return autocast(self.device, self.precision)
 
     def _take_rehearsal(self, program: Program, size: int) -> bool:
-        """Whether another lane has rehearsed this step; a network that is
-        compiled rehearses in every lane.
+        """Whether another lane has rehearsed this step;
+        a network that is compiled rehearses in every lane.
         """
         rehearsal = self.rehearsals.get((program.key, size))
         if rehearsal is None or self.forward is not self.student:
@@ -277,7 +277,7 @@ class CudaLane(Lane):
             self.pool = torch.cuda.graph_pool_handle()
             return False
         if uses_anchor != (program.anchor_outputs is not None):
-            # a loss that asks the anchor in this size alone: made in the graph
+            # The loss asks the anchor in this size alone: the graph makes the outputs.
             program.anchor_outputs = None
             return False
         program.graphs[size] = graph
@@ -300,8 +300,8 @@ class CudaLane(Lane):
         return capture(self.device, self.pool, step)
 
     def _rehearse(self, program: Program, size: int) -> None:
-        """A step outside of the graph, where libraries set themselves
-        up and a network is compiled.
+        """A step outside of the graph,
+        where libraries set themselves up and a network is compiled.
         """
         normalise_by_running_statistics(self.norms, alone=size == 1)
         cuda = self.device.type == "cuda"
@@ -336,8 +336,8 @@ class CudaLane(Lane):
 
     @contextmanager
     def _count_passes(self, program: Program, size: int) -> Iterator[None]:
-        """Counts how often each norm is called inside the block: a loss may
-        show the network several views.
+        """Counts how often each norm is called inside the block:
+        a loss may show the network several views.
         """
         counts = [0] * len(self.norms)
 
@@ -380,7 +380,7 @@ class CudaLane(Lane):
         with self._autocast():
             value = program.loss(step)
         if anchor.new_outputs is not None and program.anchor_outputs is None:
-            # from now on
+            # From now on they are made for whole blocks, and have a place here.
             program.anchor_outputs = anchor.new_outputs.new_zeros(
                 (self.block, *anchor.new_outputs.shape[1:])
             )
@@ -392,8 +392,8 @@ class CudaLane(Lane):
         if not isinstance(self.adam, HalfAdam):
             super().descend(loss, options)
             return
-        # A loss reaches a weight through its copy, and through the original where it
-        # looks at parameters themselves.
+        # A loss reaches a weight through its copy,
+        # and through the original where it looks at parameters themselves.
         leaves = self.adam.leaves
         originals = [p for p, leaf in zip(self.parameters, leaves, strict=True) if p is not leaf]
         gradients = torch.autograd.grad(loss, [*leaves, *originals], allow_unused=True)
@@ -439,8 +439,8 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _stop_counting(packed: Packed) -> bool:
-    """Takes BatchNorm's counters out of the network, each a kernel of its own; False
-    where it has other counters.
+    """Takes BatchNorm's counters out of the network, each a kernel of its own;
+    False where it has other counters.
     """
     norms = [n for n in packed.norms if n.num_batches_tracked is not None]
     if any(norm.momentum is None for norm in norms) or len(norms) != packed.counters:

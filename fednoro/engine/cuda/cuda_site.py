@@ -23,8 +23,8 @@ CLIENT_BATCH = 256  # images of a client in one batch without gradients
 
 @dataclass
 class CudaSite(EagerSite):
-    """One client's data on the GPU. Its work is queued on the lane's stream, and not
-    yet done when a call returns.
+    """One client's data on the GPU.
+    Its work is queued on the lane's stream, and not yet done when a call returns.
     """
 
     lane: CudaLane
@@ -37,16 +37,16 @@ class CudaSite(EagerSite):
         return self.lane.upload(self.data.labels.cpu().numpy())
 
     def _batches(self, array: NDArray[Any]) -> Sequence[Tensor]:
-        """All of one size: cuDNN plans for every other, which takes
-        longer than the images themselves.
+        """All of one size: cuDNN plans for every other,
+        which takes longer than the images themselves.
         """
         size = min(CLIENT_BATCH, self.engine.evaluation_batch)
         padding = [(0, -len(array) % size), *[(0, 0)] * (array.ndim - 1)]
         return torch.split(self.engine.upload(np.pad(array, padding, mode="edge")), size)
 
     def to_array(self, tensor: Tensor) -> FloatArray:
-        """A tensor for `Reply.arrays`, copied when the lane gets there: to wait for it
-        would keep other lanes idle.
+        """A tensor for `Reply.arrays`, copied when the lane gets there:
+        to wait for it would keep other lanes idle.
         """
         if self.lane.device.type != "cuda":
             return super().to_array(tensor)

@@ -1,4 +1,4 @@
-"""Kinds of step, and what they read."""
+"""Kinds of step, what they read, and how a step is captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Inputs:
 
 @dataclass(eq=False)
 class Program:
-    """One kind of step in a lane or a stack: the places it reads from,
-    and its graphs by batch size.
+    """One kind of step in a lane or a stack:
+    the places it reads from, and its graphs by batch size.
     """
 
     key: Any
@@ -50,13 +50,13 @@ class Program:
     # those of `aux` that the loss changes, once that is known
     updated_aux: frozenset[str] | None = None
     graphs: dict[int, Any] = field(default_factory=dict)
-    # by batch size: how often each norm sees a batch
+    # by batch size, how often each norm sees a batch
     passes: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Programs(dict[Any, Program]):
-    """The kinds of step that are kept, each with room for so many images; in a
-    stack, for several clients' `aux`.
+    """The kinds of step that are kept, each with room for so many images;
+    in a stack, for several clients' `aux`.
     """
 
     def __init__(self, device: torch.device, room: int, *slots: int) -> None:
@@ -74,7 +74,7 @@ class Programs(dict[Any, Program]):
         key = kind_of_step(loss, aux, rows, draws)
         if key not in self:
             while len(self) >= PROGRAMS:
-                # the graphs of the one that was not used for longest may be running
+                # The graphs of the program that was not used for longest may be running.
                 synchronize(self.device)
                 del self[next(iter(self))]
 
@@ -106,8 +106,8 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A client's training between two batches: its weights, Adam's state,
-    and where its next images are.
+    """A client's training between two batches:
+    its weights, Adam's state, and where its next images are.
     """
 
     values: Tensor
@@ -144,8 +144,8 @@ def _identity(loss: Callable[[Step], Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class UncapturedStep:
-    """A step that is run anew each time: on a machine without a GPU, the
-    same code as behind every graph.
+    """A step that is run anew each time:
+    on a machine without a GPU, the same code as behind every graph.
     """
 
     replay: Callable[[], None]
@@ -179,7 +179,7 @@ def capture(device: torch.device, pool: Any, step: Callable[[], None]) -> Any:
             graph.capture_end()
     except RuntimeError as error:
         with suppress(Exception):
-            # where the capture itself was broken off, the pool is still being recorded to
+            # Where the capture itself was broken off, the pool is still being recorded to.
             index = torch.cuda.current_device() if device.index is None else device.index
             torch._C._cuda_endAllocateToPool(index, pool)
         if _out_of_memory(error):

@@ -79,8 +79,8 @@ class Half(nn.Module):
 
 
 class HalfAdam(Adam):
-    """Adam on the vector of float32 weights by bfloat16 gradients; it refreshes
-    the bfloat16 copies as well.
+    """Adam on the vector of float32 weights by bfloat16 gradients;
+    it refreshes the bfloat16 copies as well.
     """
 
     def __init__(self, packed: Packed, net: Half, parameters: Sequence[nn.Parameter]) -> None:
@@ -108,7 +108,7 @@ class HalfAdam(Adam):
         for place, g in zip(self._places, gradients, strict=True):
             if g is None:  # another loss may have left a gradient there
                 place.zero_()
-        # one kernel for all where the types are equal
+        # One kernel copies all gradients of a type.
         for dtype in {g.dtype for _, g in placed_gradients}:
             pairs = [(place, g) for place, g in placed_gradients if g.dtype == dtype]
             torch._foreach_copy_([place for place, _ in pairs], [g for _, g in pairs])

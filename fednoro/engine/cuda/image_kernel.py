@@ -89,8 +89,8 @@ def _kernel() -> Any:
 
 
 def warm_up(device: torch.device) -> None:
-    """Runs the kernel on one pixel: Triton takes half a second before
-    its first, whichever that is.
+    """Runs the kernel on one pixel:
+    Triton takes half a second before its first, whichever that is.
     """
     pixel, number = (
         torch.zeros((1, 1, 1, 1), dtype=torch.uint8, device=device),
@@ -103,8 +103,8 @@ def warm_up(device: torch.device) -> None:
 
 
 def fill(out: Tensor, images: Images, index: Tensor, u: Tensor | None = None) -> Tensor:
-    """As `Images.batch`, in one kernel: fills B×H×W×C and returns it as
-    B×C×H×W; for images on a GPU.
+    """As `Images.batch`, in one kernel:
+    fills B×H×W×C and returns it as B×C×H×W; for images on a GPU.
     """
     assert images.pixels is not None
     mean, deviation = images.mean.flatten(), images.deviation.flatten()

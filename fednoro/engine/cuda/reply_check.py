@@ -14,8 +14,8 @@ from fednoro.engine.streams import current_stream, finish
 
 
 def with_extents(items: Sequence[Reply | Failure], device: torch.device) -> list[Reply | Failure]:
-    """The same with all numbers that the host wants to know: one transfer,
-    because each is a wait for the GPU.
+    """The same with all numbers that the host wants to know:
+    one transfer, because each is a wait for the GPU.
     """
 
     def is_on_device(value: float | Tensor) -> TypeGuard[Tensor]:

@@ -114,8 +114,8 @@ def presets() -> dict[str, str]:
 def resolve(
     source: str | Path | Mapping[str, Any] = "digits", overrides: Sequence[str] = ()
 ) -> Config:
-    """A checked configuration from a preset's name, a YAML file or a
-    mapping, with `key=value` overrides.
+    """A checked configuration from a preset's name, a YAML file or a mapping,
+    with `key=value` overrides.
     """
     tree = _load_tree(source)
     # Choices first: `method.tau=2 method=fedla` means the same in either order.
@@ -144,8 +144,8 @@ def _asks_for_noise(source: str | Path | Mapping[str, Any], overrides: Sequence[
 
 
 def resolve_network(path: Path) -> Config:
-    """A run's configuration as far as its data and network go; its method may be
-    unknown here, and FedAvg stands in.
+    """A run's configuration as far as its data and network go;
+    its method may be unknown here, and FedAvg stands in.
     """
     return resolve({**_read(str(path)), "method": "fedavg", "methods": None})
 
@@ -155,8 +155,8 @@ def _is_option(override: str) -> bool:
 
 
 def seeds(overrides: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Takes `seed=0..2` or `seed=1,4,7` out of the overrides: the
-    seeds, and the other overrides.
+    """Takes `seed=0..2` or `seed=1,4,7` out of the overrides:
+    the seeds, and the other overrides.
     """
     rest = [text for text in overrides if not text.startswith("seed=")]
     seed_texts = [text.removeprefix("seed=") for text in overrides if text.startswith("seed=")]
@@ -215,8 +215,8 @@ def flatten_config(config: Config) -> dict[str, Any]:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The same with files and folders by their absolute paths, so that a run
-    can be resumed from anywhere.
+    """The same with files and folders by their absolute paths,
+    so that a run can be resumed from anywhere.
     """
 
     def absolute(part: Any) -> Any:
@@ -393,8 +393,8 @@ def _build(tree: dict[str, Any]) -> Config:
 
 
 def _per_method(table: Any) -> dict[str, dict[str, Any]]:
-    """The `methods:` table, checked whole: a slip in it must not wait for
-    the day its method is chosen.
+    """The `methods:` table, checked whole:
+    a slip in it must not wait for the day its method is chosen.
     """
     if not isinstance(table, Mapping | None):
         raise UserError(f"methods must be a mapping from methods to their options, got {table!r}")

@@ -1,5 +1,5 @@
-"""Options as people write them, checked against their dataclass; what is
-wrong is said with the way out.
+"""Options as people write them, checked against their dataclass;
+what is wrong is said with the way out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fednoro.core.types import UserError
 def validate(
     kind: type[Any], values: Any, section: str, registry: Mapping[str, type[Any]] | None = None
 ) -> Any:
-    """The dataclass with these values; `registry` has the other choices of the
-    section, whose options they may be.
+    """The dataclass with these values;
+    `registry` has the other choices of the section, whose options they may be.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -48,7 +48,7 @@ def _explain(
     first, *rest = problem["loc"]
     nested_kind = get_type_hints(kind).get(str(first))
     if not dataclasses.is_dataclass(nested_kind):
-        # the others name members of a union
+        # Other parts of `loc` name members of a union.
         nested_kind, rest = kind, [part for part in rest if isinstance(part, int)]
     where = ".".join(str(part) for part in (section, first, *rest) if part != "")
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):

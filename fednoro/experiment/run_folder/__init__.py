@@ -1,1 +1,1 @@
-"""The files of a run: their names, one writer and one reader. Nothing here loads torch."""
+"""The files of a run: who writes the logs, and who reads it all. Nothing here loads torch."""

@@ -151,8 +151,8 @@ class Recorded:
 
     @property
     def named_noisy(self) -> tuple[int, ...] | None:
-        """Clients that the configuration names noisy, so that none were looked
-        for; None where it names nobody.
+        """Clients that the configuration names noisy, so that none were looked for;
+        None where it names nobody.
         """
         noisy = self.option("method", "noisy")
         return tuple(k for k in noisy if isinstance(k, int)) if isinstance(noisy, list) else None
@@ -185,7 +185,7 @@ def read(path: str | Path) -> Recorded:
     _attempt(run, "rounds.jsonl", lambda file: _read_rounds(run, file), None)
     run.ledger = _attempt(run, "clients.csv", _ledger, None)
     if (folder / "flower.json").exists() and not (folder / "split.npz").exists():
-        # real sites: only they know
+        # At real sites nobody else knows who holds what.
         run.sites = _attempt(run, "sites.json", _json, {})
     else:
         run.holdings = _attempt(run, "split.npz", _holdings, None)
@@ -244,7 +244,7 @@ def _read_rounds(run: Recorded, file: Path) -> None:
         try:
             record = _round(_mapping(json.loads(line)))
         except (ValueError, TypeError, KeyError):
-            # the last line may be half written by a run that goes on
+            # The last line may be half written by a run that goes on.
             damaged_lines += index < len(lines) - 1
             continue
         for message in record["warnings"]:

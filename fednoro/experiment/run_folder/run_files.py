@@ -1,7 +1,11 @@
-"""The files of a run: everything that a resumed run, a report or a table needs.
+"""Makes and locks a run folder, and writes its logs: what each round and each client did.
 
-config.yaml  environment.json  split.csv  split.npz (partition, noise, what was flipped)
-rounds.jsonl  clients.csv  detection.json  checkpoints/  model.safetensors  result.json
+A folder has everything that a resumed run, a report or a table needs:
+
+    config.yaml  environment.json  split.csv  split.npz (partition, noise, what was flipped)
+    rounds.jsonl  clients.csv  detection.json  checkpoints/  model.safetensors  result.json
+
+`recorded_run` reads it, damaged or not.
 """
 
 from __future__ import annotations
@@ -111,7 +115,7 @@ class RunFolder:
         if not path.exists():
             return []
         try:
-            # by a run that was killed meanwhile
+            # The last line was not finished by a run that was killed, or is empty.
             *lines, _unfinished = path.read_text(encoding="utf-8").split("\n")
             return [record for record in map(json.loads, lines) if "bacc" in record]
         except (ValueError, TypeError) as error:

@@ -306,7 +306,7 @@ def prepared_table(preparation: Prepared) -> Group:
         for item in preparation.skipped:
             reasons.setdefault(item["reason"], []).append(item["path"])
         for reason, paths in [*reversed(reasons.items())][:REASONS]:
-            # unreadable ones before those left out
+            # Unreadable images come before those left out.
             count_text = f", … {len(paths):,} in all" if len(paths) > EXAMPLES else ""
             lines.append(f"  {reason}: {', '.join(paths[:EXAMPLES])}{count_text}")
         if len(reasons) > REASONS:

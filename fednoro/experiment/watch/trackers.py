@@ -38,8 +38,8 @@ class Tracker(Protocol):
     needs: ClassVar[tuple[str, ...]]  # modules
 
     def begin(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Opens its place in a run folder; `settings` are the configuration's
-        options, `method.warmup` and so on.
+        """Opens its place in a run folder;
+        `settings` are the configuration's options, `method.warmup` and so on.
         """
 
     def log(self, values: Values, step: int, moment: float) -> None:
@@ -53,8 +53,8 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files. A run that goes on writes them anew: what was in
-    them is in rounds.jsonl as well.
+    """Event files. A run that goes on writes them anew:
+    what was in them is in rounds.jsonl as well.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("tensorboard",)
@@ -92,8 +92,8 @@ class TensorBoard:
 
 
 class MLflow:
-    """A SQLite store. A run that goes on is the same MLflow run, and rounds that it
-    does again keep their figures.
+    """A SQLite store. A run that goes on is the same MLflow run,
+    and rounds that it does again keep their figures.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("mlflow", "sqlalchemy", "alembic")
@@ -106,7 +106,7 @@ class MLflow:
 
         directory = (folder / "mlruns").absolute()
         directory.mkdir(exist_ok=True)
-        # it tells of every table it makes
+        # It logs every table that it makes.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own use of SQLAlchemy
@@ -266,7 +266,7 @@ class Tracked(Watcher):
             try:
                 action(tracker)
             except Exception as error:
-                # a full disk, a locked database: a tracker is no reason to lose a run
+                # A full disk, a locked database: a tracker is no reason to lose a run.
                 del self.trackers[name]
                 why = (str(error).splitlines() or [""])[0]
                 self.other.warned(
@@ -276,8 +276,8 @@ class Tracked(Watcher):
 
 
 def round_values(record: Mapping[str, Any], classes: Sequence[str]) -> dict[str, float]:
-    """The figures of one line of rounds.jsonl; those that are not
-    there or not finite are left out.
+    """The figures of one line of rounds.jsonl;
+    those that are not there or not finite are left out.
     """
     values = {
         name: record.get(name)

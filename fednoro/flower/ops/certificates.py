@@ -1,5 +1,5 @@
-"""Certificates and keys of a federation: a CA, the SuperLink's certificate
-and a key pair for each site.
+"""Certificates and keys of a federation:
+a CA, the SuperLink's certificate and a key pair for each site.
 
     DIR/ca.crt         for the SuperLink and for every site
         ca.key         signs; stays with the coordinator, best off-line

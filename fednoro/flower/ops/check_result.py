@@ -1,5 +1,5 @@
-"""One finding of `fednoro flower site check`: what was looked at, how it
-stands and what to do about it.
+"""One finding of `fednoro flower site check`:
+what was looked at, how it stands and what to do about it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def failed(name: str, message: str, remedy: str) -> Check:
 def run_inspection(
     name: str, inspect: Callable[[], Iterable[Finding]]
 ) -> Iterator[Finding | Check]:
-    """The checks of one inspection; where it breaks off, that is a failed
-    check too and the others go on.
+    """The checks of one inspection;
+    where it breaks off, that is a failed check too and the others go on.
     """
     try:
         yield from inspect()

@@ -1,5 +1,5 @@
-"""`flwr run` with true exit codes: an app folder, a connection, the run's
-status, and no process left behind.
+"""`flwr run` with true exit codes:
+an app folder, a connection, the run's status, and no process left behind.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ DEFAULTS: dict[str, str | int | float] = {
     "wait-timeout": 0.0,
     "simulation": 0,
 }
-# Nothing is downloaded, reported or checked for anywhere else: a site may have no way out
-# but the one to the SuperLink.
+# Nothing is downloaded, reported or checked for anywhere else:
+# a site may have no way out but the one to the SuperLink.
 QUIET_VARIABLES = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -78,8 +78,8 @@ def app_toml(
 
 
 def toml_value(value: str | int | float | bool) -> str:
-    """JSON's way to write strings and numbers is TOML's as well, but for what is
-    outside of Unicode's first plane.
+    """JSON's way to write strings and numbers is TOML's as well,
+    but for what is outside of Unicode's first plane.
     """
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -132,8 +132,8 @@ class Status:
 
 @dataclass(frozen=True)
 class Link:
-    """A SuperLink to talk to: a connection's name in config.toml, and
-    the environment that has it.
+    """A SuperLink to talk to:
+    a connection's name in config.toml, and the environment that has it.
     """
 
     name: str
@@ -206,8 +206,8 @@ class Link:
 
 @contextmanager
 def simulation_link(home: Path) -> Iterator[Link]:
-    """A SuperLink of our own for simulations, which ends with the block, and
-    every process that it started.
+    """A SuperLink of our own for simulations,
+    which ends with the block, and every process that it started.
     """
     port = free_port()
     home.mkdir(parents=True, exist_ok=True)
@@ -256,8 +256,8 @@ def owned_process(
 
 @contextmanager
 def _orderly_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end this process the orderly way, so that nothing
-    that it owns is left behind.
+    """Lets SIGTERM end this process the orderly way,
+    so that nothing that it owns is left behind.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -288,8 +288,8 @@ def _signal(process: subprocess.Popen[bytes], mark: str, number: int) -> None:
 
 
 def _marked_processes(mark: str) -> list[int]:
-    """Processes that were started from an owned one; where there is
-    no /proc, the group has to do.
+    """Processes that were started from an owned one;
+    where there is no /proc, the group has to do.
     """
     variable, pids = f"FEDNORO_OWNER={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -96,8 +96,8 @@ def inspect_key(file: Path) -> Iterator[Check]:
 
 
 def inspect_connection(superlink: str, ca: Path | None) -> Iterator[Check]:
-    """TCP, TLS and the clock, one after the other; the first that
-    fails is the last that is tried.
+    """TCP, TLS and the clock, one after the other;
+    the first that fails is the last that is tried.
     """
     host, port = _parse(superlink)
     if not host:

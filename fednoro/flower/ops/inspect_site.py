@@ -1,5 +1,5 @@
-"""What a site brings along: images and labels, room on the disk, memory, a
-device, and the right packages.
+"""What a site brings along:
+images and labels, room on the disk, memory, a device, and the right packages.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def inspect_labels(
     min_count: int,
     epsilon: float | None,
 ) -> Iterator[Check]:
-    """Class names against the federation's, missing and tiny
-    classes, and what would be withheld.
+    """Class names against the federation's,
+    missing and tiny classes, and what would be withheld.
     """
     counts = {name: holding.counts.get(name, 0) for name in holding.classes}
     if federation_classes is None:
@@ -322,8 +322,8 @@ def _memory_estimate(config: Config, holding: Holding) -> tuple[float, int]:
     for hook in hooks:
         hook.remove()
     parameters = sum(p.numel() for p in net.parameters())
-    # Weights, anchor, gradients, Adam's two moments, and three copies on their way in
-    # and out; activations twice.
+    # Weights, anchor, gradients, Adam's two moments,
+    # and three copies on their way in and out; activations twice.
     return 4.0 * (8 * parameters + 2 * outputs * config.train.batch), parameters
 
 

@@ -1,5 +1,5 @@
-"""A run on Flower as a person sees it: started, followed by what the run folder says,
-ended with its true outcome.
+"""A run on Flower as a person sees it:
+started, followed by what the run folder says, ended with its true outcome.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fednoro.flower.ops.flwr_process import COMPLETED, DEFAULTS, Link, Status, U
 from fednoro.report.web.audit_shell import plain
 
 Values = dict[str, str | int | float]
-# seconds between questions to Flower, each of which starts a process: at first, and later
+# Seconds between questions to Flower, each of which starts a process: at first, and later.
 ASK_EVERY = (3.0, 15.0)
 
 
@@ -47,8 +47,8 @@ class RunLostError(Exception):
 def read_items(
     items: Sequence[str], options: Mapping[str, int | float | None]
 ) -> tuple[Config | None, Path | None, Values]:
-    """A configuration, an app folder and the run-config, from a preset, a file or
-    an app folder with overrides.
+    """A configuration, an app folder and the run-config,
+    from a preset, a file or an app folder with overrides.
 
     An app that is not fednoro's own has no configuration of ours.
     """
@@ -248,8 +248,8 @@ class AuditFollower(Follower):
 
 
 def follow(link: Link, run: int, follower: Follower | None) -> Status:
-    """Waits for the end of a run; raises where it did not complete, or its SuperLink
-    stays away. Ctrl-C stops it.
+    """Waits for the end of a run;
+    raises where it did not complete, or its SuperLink stays away. Ctrl-C stops it.
     """
     start = last_query = last_answer = time.monotonic()
     status = Status("")

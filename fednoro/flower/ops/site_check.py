@@ -1,5 +1,5 @@
-"""Whether a site is ready, before anything is sent: each inspection
-in turn, as lines or as JSON.
+"""Whether a site is ready, before anything is sent:
+each inspection in turn, as lines or as JSON.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def check_site(
     run_config: str | None = None,
     full: bool = False,
 ) -> Iterator[Check]:
-    """Looks at everything that can go wrong at a site; nothing is sent but an
-    empty request to the SuperLink.
+    """Looks at everything that can go wrong at a site;
+    nothing is sent but an empty request to the SuperLink.
 
     Args:
         site: the site.yaml.

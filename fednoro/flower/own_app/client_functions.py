@@ -61,8 +61,8 @@ def site_loss(
 
 
 def score(net: nn.Module, loader: Iterable[tuple[Tensor, Tensor]], classes: int) -> RecordDict:
-    """The answer to the strategy's question: mean loss and count of each class, with
-    the global model in eval mode.
+    """The answer to the strategy's question:
+    mean loss and count of each class, with the global model in eval mode.
     """
     device = next(net.parameters()).device
     was_training = net.training

@@ -1,5 +1,5 @@
-"""FedNoRo as a strategy of Flower's Message API, for an existing ServerApp
-and a torch model of any kind.
+"""FedNoRo as a strategy of Flower's Message API,
+for an existing ServerApp and a torch model of any kind.
 
     strategy = FedNoRo(classes=10, warmup=10)
     result = strategy.start(grid=grid, initial_arrays=ArrayRecord(net.state_dict()), num_rounds=50)
@@ -52,8 +52,8 @@ from fednoro.methods import FedNoRo as Method
 
 
 class FedNoRo(FedAvg):
-    """Finds noisy sites after some rounds of training, then distils on
-    them and aggregates by distance.
+    """Finds noisy sites after some rounds of training,
+    then distils on them and aggregates by distance.
 
     Args:
         classes: how many classes there are.
@@ -247,8 +247,8 @@ class FedNoRo(FedAvg):
 
 
 class Form:
-    """How a model's named arrays lie in one vector: floating-point ones in
-    `values`, the others in `counters`.
+    """How a model's named arrays lie in one vector:
+    floating-point ones in `values`, the others in `counters`.
     """
 
     def __init__(self, arrays: ArrayRecord) -> None:

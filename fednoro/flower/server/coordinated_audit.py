@@ -134,8 +134,8 @@ def _play(
 
 
 def _without_evaluation(turn: Turn) -> Turn:
-    """The turn without its evaluation, of which an audit has none, but
-    with the number of its round.
+    """The turn without its evaluation, of which an audit has none,
+    but with the number of its round.
     """
     if turn.evaluation is None:
         return turn

@@ -139,7 +139,7 @@ def coordinate(grid: Grid, run_config: Mapping[str, Any], watcher: Watcher | Non
             return _Coordinator(grid, folder, config, options, watcher).run()
     except Exception:
         if not resume_path and not known_sites(folder.path):
-            # nothing was begun that could be resumed
+            # Nothing was begun that could be resumed.
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
@@ -388,8 +388,8 @@ class SiteEvaluation:
 
 
 def _oldest_position(folder: RunFolder) -> int:
-    """How long clients.csv was at the oldest checkpoint that a resumed run
-    may go back to; 0 without one.
+    """How long clients.csv was at the oldest checkpoint
+    that a resumed run may go back to; 0 without one.
     """
     saved_checkpoints = checkpoints(folder)
     try:

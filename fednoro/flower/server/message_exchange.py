@@ -1,5 +1,5 @@
-"""Tasks as messages: pushed to all sites at once, answers handed over
-in client order as they come.
+"""Tasks as messages: pushed to all sites at once,
+answers handed over in client order as they come.
 """
 
 from __future__ import annotations

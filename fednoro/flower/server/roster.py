@@ -1,5 +1,5 @@
-"""Which sites there are: their numbers, which stay, and the Flower nodes
-behind them, which may change.
+"""Which sites there are:
+their numbers, which stay, and the Flower nodes behind them, which may change.
 
 A node says who it is when it is asked (a query, once per node). Sites are numbered by name at the
 start; who comes later gets the next number. The numbers are kept in sites.json, because clients'
@@ -26,9 +26,9 @@ from fednoro.experiment.run_folder.run_files import RunFolder
 from fednoro.flower.records import ERROR
 from fednoro.flower.server.run_config import Deployment
 
-# seconds after which a node that was refused is asked again: its site may have been put right
+# Seconds after which a node that was refused is asked again: its site may have been put right.
 ASK_AGAIN_AFTER = 60.0
-# class names, and height, width and channels of the images
+# Class names, and height, width and channels of the images.
 Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
 
@@ -60,7 +60,7 @@ class Roster:
         strict: bool = False,
     ) -> None:
         self.grid, self.folder, self.options, self.say = grid, folder, options, say
-        # in a simulation, a node that is refused is a mistake that ends the run
+        # In a simulation, a node that is refused is a mistake that ends the run.
         self.strict = strict
         self.sites: list[str] = []  # the position is the client's number
         self.kind: Kind | None = None
@@ -79,8 +79,8 @@ class Roster:
     # Before the rounds
 
     def assemble(self) -> list[Visitor]:
-        """Waits until enough sites are there to begin, or to go on; their
-        visitors in the sites' order.
+        """Waits until enough sites are there to begin, or to go on;
+        their visitors in the sites' order.
         """
         sites = set(self.sites)
 
@@ -103,13 +103,13 @@ class Roster:
         return visitors
 
     def settle(self, kind: Kind | None) -> None:
-        """Numbers the sites that are here; `kind` is the coordinator's own, or else
-        that of most of them decides.
+        """Numbers the sites that are here;
+        `kind` is the coordinator's own, or else that of most of them decides.
         """
         visitors = self._eligible_visitors()
         if self.kind is None:
             kinds = Counter(visitor.kind for visitor in visitors)
-            # the first by name on ties
+            # On ties the first by name decides.
             self.kind = kind or max(kinds, key=lambda each: kinds[each])
         self._enrol()
 
@@ -185,7 +185,7 @@ class Roster:
             visitor = _visitor(node, message)
         except (KeyError, TypeError, ValueError) as error:
             self._refuse(f"node {node}", f"it did not say who it is ({_short(error)})", node)
-            # remembered, so that it is not asked again at once
+            # Remembered all the same, so that it is not asked again at once.
             visitor = Visitor(node, "", False, 0, "", None)
         self._visitors[node] = visitor
 

@@ -1,5 +1,5 @@
-"""A site's letter after an audit, on the site's own disk: its images with labels to
-look at, as a page and as CSV.
+"""A site's letter after an audit, on the site's own disk:
+its images with labels to look at, as a page and as CSV.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ FOLDER = "audits"  # below the site's memory folder; one folder in it for each a
 
 
 def leave_letter(memory: Path, key: str, client: Client, dataset: Dataset, audit: Audit) -> Path:
-    """Writes letter.html, images.csv and accepted.csv from what the audit
-    left in the client's memory.
+    """Writes letter.html, images.csv and accepted.csv
+    from what the audit left in the client's memory.
 
     Most audits take all of a site's images. They may be many, and are not picked out then.
     """
@@ -28,7 +28,7 @@ def leave_letter(memory: Path, key: str, client: Client, dataset: Dataset, audit
     site = Holding(client.name, images, client.observed, ids, dataset.classes)
     folder = memory / FOLDER / key
     with disk_errors(folder):
-        # for the user that runs the node: it has images
+        # For the user that runs the node alone: the letter has images.
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.parent.chmod(0o700)
     write_letter(folder, site, Judgement.from_memory(client.memory, audit.explain()))

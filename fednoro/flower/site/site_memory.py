@@ -1,5 +1,5 @@
-"""What a method remembers at a site, on the site's own disk, through
-rounds, restarts and a resumed run.
+"""What a method remembers at a site, on the site's own disk,
+through rounds, restarts and a resumed run.
 
 A run's folder has one file for each exchange that changed the memory, named by the exchange's
 *clock*: how far the coordinator's log was when it asked. A coordinator that goes on from a
@@ -54,8 +54,8 @@ class Memory:
             ) from error
 
     def keep(self, clock: int, memory: Mapping[str, Tensor], oldest: int) -> None:
-        """Writes what is known after an exchange; drops what a run resumed at
-        `oldest` or later does not need.
+        """Writes what is known after an exchange;
+        drops what a run resumed at `oldest` or later does not need.
         """
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)

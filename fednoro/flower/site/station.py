@@ -145,7 +145,7 @@ def run_order(
     """The run as one JSON string that goes with every task; `split` is for simulated sites."""
     tree = as_tree(config)
     sections = {name: tree[name] for name in SECTIONS_FOR_SITES}
-    # a file on the coordinator's disk; a site is sent the weights themselves
+    # It is a file on the coordinator's disk; a site is sent the weights themselves.
     sections["model"].pop("weights", None)
     order: dict[str, Any] = {"config": sections, "classes": list(classes), "held_out": held_out}
     if split is not None:
@@ -177,7 +177,7 @@ class Station:
 def station(order: str, site: SiteOptions | None, name: str, number: int | None) -> Station:
     """What a task needs; simulated sites have no `site` and `number`."""
     run = json.loads(order)
-    # the bits depend on it, and a simulation's are those of a run in one process
+    # The bits depend on it, and a simulation's are those of a run in one process.
     threads: int | None = 1
     simulated = run.get("simulated")
     sections: dict[str, Any] = {**run["config"], "partition": "iid", "noise": "none"}

@@ -58,8 +58,8 @@ def round_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def whole_ticks(low: int, high: int, about: int = 6) -> list[int]:
-    """Ticks for rounds: the first and the last, and round numbers
-    between that keep away from them.
+    """Ticks for rounds: the first and the last,
+    and round numbers between that keep away from them.
     """
     between = [int(t) for t in round_ticks(low, high, about) if float(t).is_integer()]
     room = (high - low) / (2 * about)

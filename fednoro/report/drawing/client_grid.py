@@ -15,8 +15,8 @@ GROUP_GAP = 7.0  # between groups of columns
 
 @dataclass(frozen=True)
 class Grid:
-    """Panels of columns (clients) and rows (classes), side by side where there is
-    room, else below each other.
+    """Panels of columns (clients) and rows (classes),
+    side by side where there is room, else below each other.
     """
 
     width: float

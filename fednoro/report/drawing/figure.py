@@ -1,5 +1,5 @@
-"""What every figure is: a drawing at any width, a caption in words, and
-the same numbers as a table.
+"""What every figure is:
+a drawing at any width, a caption in words, and the same numbers as a table.
 """
 
 from __future__ import annotations

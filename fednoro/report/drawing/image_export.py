@@ -36,8 +36,8 @@ def save_all(
     only: tuple[str, ...] = (),
     column: bool = False,
 ) -> list[Path]:
-    """Writes every figure of a run, or those named in `only`; `column` makes them
-    as wide as one of two columns.
+    """Writes every figure of a run, or those named in `only`;
+    `column` makes them as wide as one of two columns.
     """
     recorded = read(run)
     figures_by_id = {figure.id: figure for _, figure in figures(recorded, read_verdict(recorded))}
@@ -70,7 +70,7 @@ def export(scene: Scene, kind: str, dpi: int = 300) -> bytes:
         "font.family": "DejaVu Sans",
     }
     with matplotlib.rc_context(settings), warnings.catch_warnings():
-        # a name in letters that the font does not have
+        # A name may be in letters that the font does not have.
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure = Figure((scene.width / PIXELS_PER_INCH, scene.height / PIXELS_PER_INCH))
         axes = figure.add_axes((0, 0, 1, 1))

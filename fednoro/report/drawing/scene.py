@@ -57,8 +57,8 @@ class Scene:
         self._add("triangle", ((x, y), (radius, radius)), style, more)
 
     def dot(self, x: float, y: float, radius: float, style: str, **more: object) -> None:
-        """A mark whose shape says the same as its colour: noisy is a
-        triangle, everything else a circle.
+        """A mark whose shape says the same as its colour:
+        noisy is a triangle, everything else a circle.
         """
         (self.triangle if style == "noisy" else self.circle)(x, y, radius, style, **more)
 
@@ -79,8 +79,8 @@ class Scene:
     def legend(
         self, x: float, y: float, entries: Sequence[tuple[str, str, str]], round_marks: bool = False
     ) -> None:
-        """Entries of style, words and series from left to right, on the next
-        line where there is no room.
+        """Entries of style, words and series from left to right,
+        on the next line where there is no room.
         """
         start = x
         for style, words, series in entries:
@@ -113,8 +113,8 @@ class Scene:
 
 
 def printable(text: str) -> str:
-    """`text` without what steers a page or a terminal: line ends,
-    control and direction characters.
+    """`text` without what steers a page or a terminal:
+    line ends, control and direction characters.
     """
     if text.isascii() and text.isprintable():
         return text

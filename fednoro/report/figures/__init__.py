@@ -35,15 +35,15 @@ SECTIONS: dict[str, tuple[Maker, ...]] = {
 
 
 def figures(run: Recorded, verdict: RecordedVerdict | None) -> Iterator[tuple[str, Figure]]:
-    """Every figure that the run has the parts for, with its section; one that
-    fails is a line in `run.missing`.
+    """Every figure that the run has the parts for, with its section;
+    one that fails is a line in `run.missing`.
     """
     for section, makers in SECTIONS.items():
         for make in makers:
             try:
                 figure = make(run, verdict)
             except Exception as error:
-                # parts that contradict each other must not take the other figures with them
+                # Parts that contradict each other must not take the other figures with them.
                 why = (str(error).splitlines() or [""])[0][:200]
                 run.missing.append(
                     (

@@ -20,8 +20,8 @@ from fednoro.report.web.palette import HEAT_STEPS
 
 
 def recall(run: Recorded, verdict: RecordedVerdict | None) -> Figure | None:
-    """Recall of each class in the last round, and at the end of the first
-    stage where there are several.
+    """Recall of each class in the last round,
+    and at the end of the first stage where there are several.
     """
     final = run.confusion
     if final is None:

@@ -1,5 +1,5 @@
-"""Figures of the clients over rounds: what each weighs in the new model, and
-how far it is from a clean one.
+"""Figures of the clients over rounds:
+what each weighs in the new model, and how far it is from a clean one.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _draw_means(
 
 
 def _stretches(rounds: IntArray) -> list[IntArray]:
-    """Places of rounds that follow each other, apart from those after
-    a round without this client.
+    """Places of rounds that follow each other,
+    apart from those after a round without this client.
     """
     return np.split(np.arange(len(rounds)), np.flatnonzero(np.diff(rounds) > 1) + 1)
 

@@ -1,5 +1,5 @@
-"""The figure of the calibrated detector: what clients explain, what the others' heads
-say, and the cut between them.
+"""The figure of the calibrated detector:
+what clients explain, what the others' heads say, and the cut between them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FLOOR = 0.02  # that of `fednoro.detection.leave_one_out_heads`, which would loa
 
 
 def doubt(run: Recorded, verdict: RecordedVerdict | None) -> Figure | None:
-    """Clients by what they explain of their labels and by the error of the
-    others' heads; the cut is a curve.
+    """Clients by what they explain of their labels and by the error of the others' heads;
+    the cut is a curve.
     """
     if (
         verdict is None

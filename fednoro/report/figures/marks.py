@@ -1,5 +1,5 @@
-"""Figures of other marks of noise: FedCorr's noise levels, and how much of
-its labels a client explains.
+"""Figures of other marks of noise:
+FedCorr's noise levels, and how much of its labels a client explains.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fednoro.report.recorded_verdict import RecordedVerdict
 
 
 def level(run: Recorded, verdict: RecordedVerdict | None) -> Figure | None:
-    """FedCorr's estimate of each client's share of wrong labels, against
-    the truth where it is known.
+    """FedCorr's estimate of each client's share of wrong labels,
+    against the truth where it is known.
     """
     if verdict is None or verdict.level is None:
         return None

@@ -1,5 +1,5 @@
-"""What both documents share: escaping templates, one stylesheet, one script that
-the browser checks by its hash.
+"""What the two pages of an audit share, the coordinator's and a site's letter:
+escaping templates, one stylesheet, and one script that the browser checks by its hash.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from markupsafe import Markup
 from fednoro.core.wording import one_line, percent
 from fednoro.report.web.palette import DARK, LIGHT
 
-# Beside the report's colours: the edges of controls (3:1 on paper), and the ground
-# of a row that was changed.
+# Beside the report's colours:
+# the edges of controls (3:1 on paper), and the ground of a row that was changed.
 THEMES = {
     "light": {**LIGHT, "edge": "#7d868d", "wash": "#e2eef1"},
     "dark": {**DARK, "edge": "#7c868e", "wash": "#1d333b"},
@@ -58,8 +58,8 @@ def _environment() -> Environment:
 
 @cache
 def _colours() -> str:
-    """Both themes as custom properties: as the system prefers, or as
-    chosen; print is always light.
+    """Both themes as custom properties: as the system prefers, or as chosen;
+    print is always light.
     """
     light, dark = (
         f"color-scheme:{name};" + "".join(f"--{key}:{value};" for key, value in theme.items())
@@ -77,7 +77,7 @@ def _text(name: str) -> str:
 
 
 def plain(text: str) -> str:
-    """A name on one line, without what would steer a terminal or turn
-    the direction of writing round.
+    """A name on one line,
+    without what would steer a terminal or turn the direction of writing round.
     """
     return one_line(text) or "(no name)"

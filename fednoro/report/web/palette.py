@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Text and marks reach WCAG AA (4.5:1 and 3:1); the eight series, and clean and noisy, stay apart
-# for people without one kind of cone. Tests compute both.
+# Text and marks reach WCAG AA (4.5:1 and 3:1); the eight series, and clean and noisy,
+# stay apart for people without one kind of cone. Tests compute both.
 LIGHT = {
     "paper": "#fdfdfb",
     "panel": "#f4f4f0",
@@ -50,7 +50,7 @@ DARK = {
 }
 SERIES = 8
 HEAT_STEPS = 100  # coarser ones fall below 4.5:1 where black text gives way to white
-# colour is never the only difference
+# Colour is never the only difference.
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4", "4 2", "12 3 2 3")
 
 
@@ -121,8 +121,8 @@ def contrast(first: tuple[float, float, float], second: tuple[float, float, floa
 
 
 def on_heat(share: float, theme: dict[str, str]) -> str:
-    """Black or white: what reads better on a heat cell of this share. Nothing else
-    reaches 4.5:1 on every shade.
+    """Black or white: what reads better on a heat cell of this share.
+    Nothing else reaches 4.5:1 on every shade.
     """
     cell = mix(theme["heat"], theme["paper"], share)
     return max("#000000", "#ffffff", key=lambda colour: contrast(cell, _channels(colour)))

@@ -64,8 +64,8 @@ class Participant:
 
     def __init__(self, stack: Stack, program: Program, k: int, request: Request) -> None:
         self.stack, self.program, self.k, self.request = stack, program, k, request
-        # Both until the next batch of its own: memory that is let go on another stream
-        # would be used again too early.
+        # Both until the next batch of its own:
+        # memory that is let go on another stream would be used again too early.
         self.aux: Mapping[str, Tensor] = {}
         self.count: Tensor | None = None
 
@@ -78,8 +78,8 @@ class Participant:
         return self.request.lane.program(self.request.loss, self.inputs, self.request.draws)
 
     def finish_epoch(self, images: Images, epoch: int) -> None:
-        """The last, smaller batch, in a lane. The steps of others do not
-        touch the rows that it writes.
+        """The last, smaller batch, in a lane.
+        The steps of others do not touch the rows that it writes.
         """
         stack, request, lane, k = self.stack, self.request, self.request.lane, self.k
         batch, end = stack.training.batch, (epoch + 1) * self.request.size
@@ -161,27 +161,27 @@ class Stack:
         self.index = torch.zeros(self.room, dtype=torch.int64, device=device)
         self.offsets = torch.arange(batch, device=device)
         self.start = torch.zeros(slots, dtype=torch.int64, device=device)
-        # full batches of what is prepared
+        # How many full batches each client has prepared.
         self.batch_counts = torch.zeros(slots, dtype=torch.int64, device=device)
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
-        # of the losses in steps together, and in steps alone
+        # Sums of the losses, in steps together and in steps alone.
         self.total = torch.zeros(slots, device=device)
         self.lane_total = torch.zeros(slots, device=device)
-        # before what its clients do alone, and before gradients for weights
+        # It goes before what clients do alone, and before gradients for weights.
         self.stream = stream(device, priority=-1)
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.programs = Programs(device, self.room, slots)
-        # number of the loss
+        # By slot, the number of its loss.
         self.loss_numbers = torch.zeros(slots, dtype=torch.int64, device=device)
-        # with the order of the losses
+        # By their programs: the order of the losses, and the graph.
         self._graphs: dict[frozenset[Program], tuple[Iterable[Program], Any]] = {}
         make_wait(self.stream, current_stream(device))
 
     # One exchange
 
     def train(self, requests: Sequence[Request], images: Images) -> Iterator[None]:
-        """Trains clients, who have their answers in the end; pauses after
-        each step that it has queued.
+        """Trains clients, who have their answers in the end;
+        pauses after each step that it has queued.
 
         They start from the same weights, and have the same number of epochs.
         """
@@ -228,7 +228,7 @@ class Stack:
             raise UnsuitableError(f"more than {KINDS} kinds of loss")
         for r in requests:
             groups.setdefault(self.programs.find(r.loss, r.aux, r.rows, r.draws), []).append(r)
-        # of losses, whoever comes first this time
+        # The order of losses is that of the graph, whoever comes first this time.
         order, _ = self._graphs.get(frozenset(groups), (groups, None))
         parts: list[Part] = []
         for program in order:
@@ -399,7 +399,7 @@ class Stack:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            # of the method's loss, of vmap or of Triton: one by one may still work
+            # The method's loss, vmap or Triton failed: one client by one may still work.
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise UnsuitableError(
                 f"a step of several clients at once has failed ({why})"

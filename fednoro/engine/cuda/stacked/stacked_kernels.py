@@ -1,5 +1,5 @@
-"""The kernels for many networks at once, with the tiles that measured best on an
-H200 with ResNet-18's shapes.
+"""The kernels for many networks at once,
+with the tiles that measured best on an H200 with ResNet-18's shapes.
 
 They are written for Triton, which comes with PyTorch's CUDA builds, and compiled when they are
 first called. Maps are S×B×H×W×C, weights S×O×h×w×C.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 SLOTS = 24  # networks at most
-# maps of so many channels, and fewer, have this many in memory; a row of a window is one product
+# Maps of so many channels, or fewer, have this many in memory; a row of a window is one product.
 FEW_CHANNELS = 4
 BUSY_BLOCKS = 1024  # blocks that keep a GPU busy
 LEAST_PIXELS = 512  # pixels of a block's share of a sum
@@ -51,8 +51,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: int) -> N
 
 
 def compile_ahead(device: torch.device, work: Callable[[], object]) -> None:
-    """Compiles the kernels that `work` calls, several at a time; they are not run, so
-    that its results mean nothing.
+    """Compiles the kernels that `work` calls, several at a time;
+    they are not run, so that its results mean nothing.
     """
     global _launches
     _launches = []
@@ -86,8 +86,8 @@ def _signature(kernel: Any, args: Sequence[Any], options: Mapping[str, int]) -> 
 
 
 def padded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Maps as the kernels read them: in the type of the weights, and with
-    `FEW_CHANNELS` or many more.
+    """Maps as the kernels read them:
+    in the type of the weights, and with `FEW_CHANNELS` or many more.
     """
     if x.shape[4] > FEW_CHANNELS:
         return x.to(dtype)
@@ -168,8 +168,8 @@ def normalise(
     y: Tensor, gamma: Tensor, beta: Tensor, shortcut: Tensor | None, z: Tensor, statistics: Tensor,
     mean: Tensor, var: Tensor, active: Tensor, eps: float, momentum: float, relu: bool,
 ) -> None:  # fmt: skip
-    """Puts relu(norm(y) + shortcut) into `z`; the maps' own statistics go to
-    `statistics` and into the running ones.
+    """Puts relu(norm(y) + shortcut) into `z`;
+    the maps' own statistics go to `statistics` and into the running ones.
     """
     (slots, *_, channels), (pixels, rows) = y.shape, _chunks(y)
     strides = gamma.stride(0), mean.stride(0)
@@ -235,8 +235,8 @@ def _block(pixels: int) -> int:
 
 
 def pool(x: Tensor, y: Tensor, taps: Tensor, active: Tensor) -> None:
-    """The largest of 3×3 pixels, every other row and column, with a border; `taps`
-    says which of the nine it was.
+    """The largest of 3×3 pixels, every other row and column, with a border;
+    `taps` says which of the nine it was.
     """
     (slots, batch, height, width, channels), (_, _, rows, columns, _) = x.shape, y.shape
     _launch(
@@ -265,7 +265,7 @@ def adam(
 
     `factors` are each row's rate and its correction.
     """
-    # what is known to be a multiple of 16 is read in large pieces
+    # What is known to be a multiple of 16 is read in large pieces.
     aligned_end = trainable // 16 * 16
     for first, last in ((0, aligned_end), (aligned_end, trainable)):
         if first < last:

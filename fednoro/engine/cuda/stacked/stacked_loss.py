@@ -82,8 +82,8 @@ def _slot_loss(
 def restrict_to_members(
     inputs: Mapping[str, Any], members: Tensor, active: Tensor
 ) -> dict[str, Any]:
-    """What one of several kinds of loss reads: for clients whose it is not,
-    nothing that could do any harm.
+    """What one of several kinds of loss reads:
+    for clients whose it is not, nothing that could do any harm.
 
     It is computed for them all the same. Their outputs are 0 to it, and their labels and positions,
     which may be beyond what a client with this loss has, 0 as well; and no gradient comes back, be
@@ -112,8 +112,8 @@ class _RestrictGradients(Function):
 
 
 class _Teacher(nn.Module):
-    """The anchor's network inside `vmap`: it is the same for everybody, so all
-    images go through it together.
+    """The anchor's network inside `vmap`:
+    it is the same for everybody, so all images go through it together.
     """
 
     def __init__(self, net: Any, together: Callable[[Tensor], Tensor]) -> None:

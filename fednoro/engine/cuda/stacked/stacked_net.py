@@ -1,5 +1,5 @@
-"""Many ResNets of one shape as one network: their weights are the rows of a matrix, and
-their maps lie side by side.
+"""Many ResNets of one shape as one network:
+their weights are the rows of a matrix, and their maps lie side by side.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ALIGNED = 64  # entries: rows begin where the GPU reads fastest
 
 
 def stackable(net: nn.Module, device: torch.device) -> bool:
-    """Whether `StackedNet` can stand for this network: a ResNet, all of it trained, in
-    the kernels' units on a GPU.
+    """Whether `StackedNet` can stand for this network:
+    a ResNet, all of it trained, in the kernels' units on a GPU.
     """
     kind: Any = type(net)
     if not isinstance(net, ResNet) or (kind.forward, kind.features) != (
@@ -61,8 +61,8 @@ def stackable(net: nn.Module, device: torch.device) -> bool:
 
 
 def _is_usual(module: nn.Module, device: torch.device) -> bool:
-    """Whether a layer does no more than the stacked one; on a GPU its channels come
-    in the kernels' units as well.
+    """Whether a layer does no more than the stacked one;
+    on a GPU its channels come in the kernels' units as well.
     """
     if isinstance(module, nn.BatchNorm2d):
         width = module.num_features
@@ -93,7 +93,7 @@ class StackedNet:
             self.values if dtype == torch.float32 else torch.zeros_like(self.values, dtype=dtype)
         )
         self.gradient = torch.zeros_like(self.low)  # as PyTorch's own layers of this type have them
-        # gradients of what a loss says of the weights themselves, in float32
+        # Gradients of what a loss says of the weights themselves, in float32.
         self.direct: Tensor | None = None
         self.active = torch.zeros(slots, dtype=torch.int32, device=device)
         self.calls = 0
@@ -104,8 +104,8 @@ class StackedNet:
         )
         views = {id(tensor): parts for tensor, *parts in tensors}
         names = {id(tensor): name for name, tensor in packed.net.named_parameters()}
-        # What a loss looks at, and what the layers use: gradients of either kind are added up. By
-        # .data, because an update of running statistics, in the same memory, is none of these.
+        # What a loss looks at, and what the layers use: gradients of either kind are added up.
+        # By .data, because an update of running statistics, in the same memory, is none of these.
         self.leaves = {name: views[key][0].data.requires_grad_() for key, name in names.items()}
         self.handles = {name: views[key][1].data.requires_grad_() for key, name in names.items()}
         self.places = {name: Place(views[key][2]) for key, name in names.items()}
@@ -196,8 +196,8 @@ class StackedNet:
     # Backward
 
     def collect(self, loss: Tensor) -> Tensor | None:
-        """Puts the gradients of `loss` into `gradient`, and what has to
-        be added to them is returned.
+        """Puts the gradients of `loss` into `gradient`,
+        and what has to be added to them is returned.
         """
         for place in self.places.values():
             place.taken = False
@@ -246,8 +246,8 @@ class Lift(Function):
 
 
 class OneOfMany(nn.Module):
-    """The stack as a loss sees it inside `vmap`: one network; its outputs on a step's
-    images may be known already.
+    """The stack as a loss sees it inside `vmap`: one network;
+    its outputs on a step's images may be known already.
     """
 
     def __init__(
@@ -278,8 +278,8 @@ class OneOfMany(nn.Module):
         return Lift.apply(features, vars(self)["_nets"].fc)  # type: ignore[no-untyped-call]
 
     def check_called_once(self) -> None:
-        """Where the outputs were known before: that they were asked for once,
-        as if they had been computed.
+        """Where the outputs were known before:
+        that they were asked for once, as if they had been computed.
         """
         if vars(self)["_outputs"] is not None and vars(self)["_calls"] != 1:
             raise UnsuitableError(f"the loss asks the network {vars(self)['_calls']} times")

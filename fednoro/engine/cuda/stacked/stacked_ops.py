@@ -58,8 +58,8 @@ class Kernel:
 
 @dataclass
 class Norm:
-    """A batch normalisation in all networks: everything is S×C, in float32 but for the
-    gradients and their handles.
+    """A batch normalisation in all networks:
+    everything is S×C, in float32 but for the gradients and their handles.
     """
 
     gamma: Tensor

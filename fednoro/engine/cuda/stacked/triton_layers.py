@@ -8,7 +8,7 @@ of an output holds is undefined. `pixels` are B·H·W. `stacked_kernels` calls t
 import triton
 import triton.language as tl
 
-# one kernel serves them all
+# One kernel serves all of these sizes.
 SHAPE = ["B", "H", "W", "H_OUT", "W_OUT", "pixels", "rows", "relu", "add"]
 
 
@@ -49,7 +49,7 @@ def moments(y, parts, active, pixels, rows, C, R: tl.constexpr, BR: tl.constexpr
     y += s * pixels * C
     count, mean, squares = 0.0, tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     for start in range(first, min(first + rows, pixels), BR):
-        # merged as Chan et al. do: nothing cancels
+        # Blocks are merged as Chan et al. do: nothing cancels.
         m = start + tl.arange(0, BR)
         valid = (m < min(first + rows, pixels))[:, None]
         v = tl.load(y + m[:, None] * C + c[None, :], mask=valid, other=0.0).to(tl.float32)
