@@ -170,6 +170,19 @@ def test_every_command_has_its_words_and_options(entry: EntryPoint, main: Main) 
     assert commands == {words: set(options) for words, options in COMMANDS.items()}
 
 
+def test_what_a_command_is_for_is_one_line(entry: EntryPoint) -> None:
+    """A list of commands shows line ends as they are, in the middle of a sentence."""
+    import typer
+
+    def check(command: Any, words: str) -> None:
+        first, *_ = (command.help or "").strip().split("\n\n")
+        assert first and "\n" not in first, f"fednoro{words}: put the text into a constant"
+        for word, below in getattr(command, "commands", {}).items():
+            check(below, f"{words} {word}")
+
+    check(typer.main.get_command(importlib.import_module(entry.module).app), "")
+
+
 # The keys of a configuration
 
 LISTED = {  # the words of `fednoro ls`, each with its section of a configuration

@@ -74,8 +74,8 @@ def audit_run(
     with disk_errors(folder):
         if not options.force and folder.is_dir() and any(folder.iterdir()):
             raise UserError(
-                f"{folder} exists already: choose another --out, or "
-                "say --force to replace its files"
+                f"{folder} exists already: "
+                "choose another --out, or say --force to replace its files"
             )
     with warnings_to(watcher), open_subject(run, watcher, options.device) as subject:
         warmup = options.rounds or subject.warmup
@@ -170,8 +170,8 @@ def summary(audit: FinishedAudit) -> Group:
     lines.append(f"page: {audit.folder / 'index.html'}")
     if audit.letters:
         lines.append(
-            f"letters: {len(audit.letters)} under "
-            f"{audit.folder / 'sites'}, the first {audit.letters[0]}"
+            f"letters: {len(audit.letters)} under {audit.folder / 'sites'}, "
+            f"the first {audit.letters[0]}"
         )
     return Group(site_table(sort_sites(findings)), *map(Text, lines))
 

@@ -61,8 +61,8 @@ class Audit(FedLA):
 
     scores: Literal["early", "cross_fit", "corrected"] = option(
         "early",
-        "early: a model after few rounds; cross_fit: models that never saw "
-        "the label; corrected: FedNoRo+'s",
+        "early: a model after few rounds; "
+        "cross_fit: models that never saw the label; corrected: FedNoRo+'s",
     )
     warmup: int = option(10, "rounds that a model is trained before it scores", ge=1)
     folds: int = option(5, "parts of each site's images in cross-fitting", ge=2)
@@ -218,8 +218,8 @@ class Audit(FedLA):
             )
         if OUTPUTS not in site.memory:
             raise UserError(
-                "this site was away when the models judged its labels: it "
-                "can take part in the next audit"
+                "this site was away when the models judged its labels: "
+                "it can take part in the next audit"
             )
         y = site.labels.cpu().numpy()
         if task.name == "sums":
@@ -227,8 +227,8 @@ class Audit(FedLA):
             corrected = self.scores == "corrected" and SOFT in site.memory
             if corrected and not torch.equal(site.memory[CORRECTED_FROM].cpu(), site.labels.cpu()):
                 raise UserError(
-                    "labels have changed since the run: what it "
-                    "corrected is not about them; use early"
+                    "labels have changed since the run: "
+                    "what it corrected is not about them; use early"
                 )
             likelihoods = (
                 site.memory[SOFT].double().cpu() if corrected else site.memory[OUTPUTS] * prior
@@ -303,8 +303,8 @@ def _counts(reply: Reply) -> IntArray | None:
     if counts is not None and counts.ndim == 1 and counts.sum() == reply.size:
         return counts
     message = (
-        f"client {reply.client}: its counts do not add up to its images, and are "
-        "not among the class frequencies"
+        f"client {reply.client}: "
+        "its counts do not add up to its images, and are not among the class frequencies"
     )
     warnings.warn(message, FedNoRoWarning, stacklevel=3)
     return None

@@ -100,8 +100,8 @@ def check_probabilities(probabilities: ArrayLike, labels: ArrayLike) -> tuple[Fl
     p, y = np.asarray(probabilities, dtype=np.float64), np.asarray(labels)
     if p.ndim != 2 or y.shape != p.shape[:1]:
         raise UserError(
-            "probabilities must be images × classes with one label "
-            f"each, got {p.shape} and {y.shape}"
+            "probabilities must be images × classes with one label each, "
+            f"got {p.shape} and {y.shape}"
         )
     if not (np.isfinite(p) & (p >= 0) & (p <= 1 + 1e-6)).all():
         raise UserError(

@@ -178,8 +178,8 @@ def lead(findings: Findings) -> str:
     ]
     where = "this site" if len(descriptions) == 1 else "these sites"
     return (
-        f"At {where} more than {percent(MANY_WRONG)} of the labels may be wrong, beyond what "
-        f"chance explains: {_join_names(descriptions)}."
+        f"At {where} more than {percent(MANY_WRONG)} of the labels may be wrong, "
+        f"beyond what chance explains: {_join_names(descriptions)}."
     )
 
 
@@ -195,8 +195,8 @@ def disagreement(findings: Findings, scores: str) -> str | None:
     if scores == "cross_fit":
         return f"{text} The images at the top of its letter will tell more."
     return (
-        f"{text} Audit again with --scores cross_fit: its models have not "
-        "seen the labels that they judge."
+        f"{text} Audit again with --scores cross_fit: "
+        "its models have not seen the labels that they judge."
     )
 
 

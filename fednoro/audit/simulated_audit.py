@@ -63,14 +63,14 @@ def open_subject(folder: Path, watcher: Watcher, device: str | None = None) -> I
     """Opens a run folder, loads its data and makes an engine ready."""
     if (folder / "flower.json").is_file() and not (folder / "split.npz").is_file():
         raise UserError(
-            f"the images of {folder} are at its sites: audit it there, with "
-            f"`fednoro flower audit {folder}`"
+            f"the images of {folder} are at its sites: "
+            f"audit it there, with `fednoro flower audit {folder}`"
         )
     for name in ("config.yaml", "split.npz"):
         if not (folder / name).is_file():
             raise UserError(
-                f"{folder} cannot be audited: it has no {name}; give a "
-                "folder that `fednoro run` made"
+                f"{folder} cannot be audited: it has no {name}; "
+                "give a folder that `fednoro run` made"
             )
     config, federation = resolve(folder / "config.yaml"), Federation.load(folder / "split.npz")
     config = config if device is None else replace(config, device=device)

@@ -14,29 +14,12 @@ from fednoro.bench.tables import Cell, Row, Table
 
 NOTHING = "–"
 _LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "ρ": r"$\rho$",
-    "η": r"$\eta$",
-    "∈": r"$\in$",
-    "±": r"$\pm$",
-    "✓": r"\checkmark",
-    "✗": r"$\times$",
-    "–": r"\textendash{}",
-    "×": r"$\times$",
-    "…": r"\ldots{}",
-    "τ": r"$\tau$",
-}
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "ρ": r"$\rho$", "η": r"$\eta$", "∈": r"$\in$",
+    "±": r"$\pm$", "✓": r"\checkmark", "✗": r"$\times$", "–": r"\textendash{}", "×": r"$\times$",
+    "…": r"\ldots{}", "τ": r"$\tau$",
+}  # fmt: skip
 
 
 def figure(cell: Cell) -> str:

@@ -127,8 +127,8 @@ class Train(Job):
         )
         if new_options := [name for name in options if name not in stored_method]:
             message = (
-                f"{self.path} was made by an earlier version, which had no "
-                f"method.{new_options[0]}: use another --out"
+                f"{self.path} was made by an earlier version, "
+                f"which had no method.{new_options[0]}: use another --out"
             )
             raise UserError(message)
         for key in (
@@ -136,8 +136,8 @@ class Train(Job):
         ):
             if stored_values.get(key) != requested_values.get(key):
                 raise UserError(
-                    f"{self.path} was made with {key}={stored_values.get(key)}, asked is "
-                    f"{requested_values.get(key)}: use another --out"
+                    f"{self.path} was made with {key}={stored_values.get(key)}, "
+                    f"asked is {requested_values.get(key)}: use another --out"
                 )
 
     def perform(self, watcher: Watcher) -> None:

@@ -63,8 +63,8 @@ class Order:
         if not isinstance(self.base().noise, Flips):
             name = section_name(self.base(), "noise")
             raise UserError(
-                f"bench varies noise.rate, noise.low and noise.high, which noise {name} does not "
-                "have: use noise=h_idn, noise=symmetric or noise=pair_flip"
+                f"bench varies noise.rate, noise.low and noise.high, which noise {name} "
+                "does not have: use noise=h_idn, noise=symmetric or noise=pair_flip"
             )
 
     def base(self, method: str = "fedavg") -> Config:

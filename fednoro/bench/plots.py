@@ -18,23 +18,12 @@ from fednoro.data.federation import Federation
 # Okabe and Ito's palette.
 BLUE, VERMILION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#5A5A5A"
 STYLE = {
-    "font.size": 8,
-    "axes.labelsize": 8,
-    "axes.titlesize": 8.5,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "axes.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "pdf.fonttype": 42,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "fednoro",
-    "savefig.dpi": 300,
-    "figure.dpi": 100,
-}
+    "font.size": 8, "axes.labelsize": 8, "axes.titlesize": 8.5, "xtick.labelsize": 7,
+    "ytick.labelsize": 7, "legend.fontsize": 7, "axes.linewidth": 0.6, "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6, "axes.spines.top": False, "axes.spines.right": False,
+    "pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "fednoro",
+    "savefig.dpi": 300, "figure.dpi": 100,
+}  # fmt: skip
 ENDINGS = {"png": None, "pdf": {"CreationDate": None, "ModDate": None}, "svg": {"Date": None}}
 
 

@@ -174,8 +174,8 @@ def _with_notes(table: Table, grid: Grid, failures: Mapping[str, str]) -> Table:
         notes.clear()
     else:
         notes.append(
-            f"Over {grid.mixture_seeds:,} mixture seeds: mean recall (Re), mean "
-            "precision (Pr), exact matches (MR)."
+            f"Over {grid.mixture_seeds:,} mixture seeds: "
+            "mean recall (Re), mean precision (Pr), exact matches (MR)."
         )
     if any(cell.paper is not None for row in table.rows for cell in row.cells):
         notes.append("In parentheses: the paper's figures.")

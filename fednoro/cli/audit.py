@@ -1,5 +1,5 @@
-"""`fednoro audit`: which labels to look at, told to the coordinator in
-numbers and to each site in images.
+"""`fednoro audit`: which labels to look at,
+told to the coordinator in numbers and to each site in images.
 """
 
 from __future__ import annotations

@@ -76,7 +76,14 @@ Mixtures = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only failures and the result.")]
 
 
-@bench.command()
+TABLE1_HELP = """Nine methods × the noise settings of the ICH grid: Best and Last BACC.
+
+Example: fednoro bench table1 --data ham10000 --rates 0,0.4,0.6 --ranges 0.5-0.7 \
+data.path=~/HAM10000
+"""
+
+
+@bench.command(help=TABLE1_HELP)
 def table1(
     items: Items = None,
     data: Data = None,
@@ -90,11 +97,7 @@ def table1(
     quick: Quick = False,
     quiet: Quiet = False,
 ) -> None:
-    """Nine methods × the noise settings of the ICH grid: Best and Last BACC.
-
-    Example: fednoro bench table1 --data ham10000 --rates 0,0.4,0.6 --ranges 0.5-0.7 \
-data.path=~/HAM10000
-    """
+    """Table 1, by methods on ICH."""
     _run(["table1"], items, data, seeds, rounds, out, jobs, quick, quiet, rates, ranges, methods)
 
 
@@ -119,7 +122,14 @@ def table2(
     _run(["table2"], items, data, seeds, rounds, out, jobs, quick, quiet, rates, ranges, methods)
 
 
-@bench.command()
+TABLE3_HELP = """Indicators of a noisy client, with and without LA: recall, precision and exact \
+match over mixture seeds.
+
+Example: fednoro bench table3 --data ham10000 --rates 0.4 --ranges 0.5-0.7 data.path=~/HAM10000
+"""
+
+
+@bench.command(help=TABLE3_HELP)
 def table3(
     items: Items = None,
     data: Data = None,
@@ -133,11 +143,7 @@ def table3(
     quick: Quick = False,
     quiet: Quiet = False,
 ) -> None:
-    """Indicators of a noisy client, with and without LA: recall, precision and exact match over \
-mixture seeds.
-
-    Example: fednoro bench table3 --data ham10000 --rates 0.4 --ranges 0.5-0.7 data.path=~/HAM10000
-    """
+    """Table 3, by indicators of a noisy client."""
     _run(
         ["table3"],
         items,
@@ -206,7 +212,14 @@ def figure_partition(
     )
 
 
-@bench.command("figure-t1")
+FIGURE_T1_HELP = """Detection of noisy clients against the warm-up's length: one long warm-up, \
+judged after each round.
+
+Example: fednoro bench figure-t1 --rounds 30 data.path=~/rsna
+"""
+
+
+@bench.command("figure-t1", help=FIGURE_T1_HELP)
 def figure_t1(
     items: Items = None,
     data: Data = None,
@@ -220,11 +233,7 @@ def figure_t1(
     quick: Quick = False,
     quiet: Quiet = False,
 ) -> None:
-    """Detection of noisy clients against the warm-up's length: one long warm-up, judged after \
-each round.
-
-    Example: fednoro bench figure-t1 --rounds 30 data.path=~/rsna
-    """
+    """The figure of detection against the warm-up's length."""
     _run(
         ["figure-t1"],
         items,

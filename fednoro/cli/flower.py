@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from fednoro.cli.audit import Folds, MinCell, Rounds, Scores
-from fednoro.cli.flower_setup import certs, init, site
+from fednoro.cli.flower_setup import CERTS_HELP, INIT_HELP, certs, init, site
 from fednoro.core.types import UserError
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-app.command("init")(init)
-app.command("certs")(certs)
+app.command("init", help=INIT_HELP)(init)
+app.command("certs", help=CERTS_HELP)(certs)
 app.add_typer(site, name="site")
 
 Items = Annotated[
@@ -51,7 +51,16 @@ Resume = Annotated[
 ]
 
 
-@app.command()
+SIMULATE_HELP = """Run on this machine through Flower's own simulation: every message is Flower's, \
+the weights are `fednoro run`'s.
+
+It takes Ray, some 20 seconds to start and more memory. For research, `fednoro run` is faster.
+
+Example: fednoro flower simulate digits --sites 20 method=fedavg train.rounds=10
+"""
+
+
+@app.command(help=SIMULATE_HELP)
 def simulate(
     items: Items = None,
     sites: Annotated[
@@ -62,13 +71,7 @@ def simulate(
     resume: Resume = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run on this machine through Flower's own simulation: every message is Flower's, the \
-weights are `fednoro run`'s.
-
-    It takes Ray, some 20 seconds to start and more memory. For research, `fednoro run` is faster.
-
-    Example: fednoro flower simulate digits --sites 20 method=fedavg train.rounds=10
-    """
+    """Runs through Flower's own simulation."""
     check_installed()
     from fednoro.flower.ops.flwr_process import simulation_link
     from fednoro.flower.ops.run_follower import as_json, read_items, with_run_folder
@@ -102,7 +105,21 @@ weights are `fednoro run`'s.
             )
 
 
-@app.command()
+RUN_HELP = """Run on a SuperLink and its sites; ends with 0 only if the run completed, with 3 if \
+the SuperLink is away.
+
+Rounds are shown where the run folder can be read from here, that is on the SuperLink's own \
+machine.
+
+Examples: fednoro flower run federation --superlink hospital --min-sites 3
+
+fednoro flower run digits data=sites partition=by_column noise=none --superlink hospital
+
+fednoro flower run --resume runs/digits-fednoro-seed0 --superlink hospital
+"""
+
+
+@app.command(help=RUN_HELP)
 def run(
     items: Items = None,
     superlink: Superlink = None,
@@ -114,18 +131,7 @@ def run(
     resume: Resume = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run on a SuperLink and its sites; ends with 0 only if the run completed, with 3 if the \
-SuperLink is away.
-
-    Rounds are shown where the run folder can be read from here, that is on the SuperLink's own \
-machine.
-
-    Examples: fednoro flower run federation --superlink hospital --min-sites 3
-
-    fednoro flower run digits data=sites partition=by_column noise=none --superlink hospital
-
-    fednoro flower run --resume runs/digits-fednoro-seed0 --superlink hospital
-    """
+    """Runs on a SuperLink and its sites."""
     check_installed()
     from fednoro.flower.ops.flwr_process import Link
     from fednoro.flower.ops.run_follower import as_json, read_items, with_run_folder
@@ -152,7 +158,19 @@ machine.
         _run_and_follow(link, app_folder, _follower_factory(folder, config, quiet), quiet)
 
 
-@app.command()
+AUDIT_HELP = """Estimate how many labels are wrong at each site of a run; each site gets a letter \
+with the images to look at.
+
+The coordinator's page is RUN/audit/index.html. Letters are written at the sites, and nothing in \
+them is sent.
+
+The same command again goes on with an audit that was stopped.
+
+Example: fednoro flower audit runs/first --superlink hospital --min-sites 3
+"""
+
+
+@app.command(help=AUDIT_HELP)
 def audit(
     run: Annotated[
         Path,
@@ -173,16 +191,7 @@ def audit(
     round_timeout: Timeout = None,
     quiet: Quiet = False,
 ) -> None:
-    """Estimate how many labels are wrong at each site of a run; each site gets a letter with the \
-images to look at.
-
-    The coordinator's page is RUN/audit/index.html. Letters are written at the sites, and nothing \
-in them is sent.
-
-    The same command again goes on with an audit that was stopped.
-
-    Example: fednoro flower audit runs/first --superlink hospital --min-sites 3
-    """
+    """Audits a run at its sites."""
     check_installed()
     from fednoro.audit.simulated_audit import warmup_of
     from fednoro.flower.ops.flwr_process import Link
@@ -213,8 +222,8 @@ in them is sent.
 
 
 def carry_on(folder: Path, quiet: bool) -> None:
-    """`fednoro resume` of a run on Flower: as it was begun, in a simulation
-    or on the default connection.
+    """`fednoro resume` of a run on Flower:
+    as it was begun, in a simulation or on the default connection.
     """
     settings = json.loads((folder / "flower.json").read_text(encoding="utf-8"))
     if settings.get("simulation"):
@@ -264,8 +273,8 @@ def _connection(superlink: str | None) -> str:
         )
     except (OSError, KeyError, ValueError) as error:
         raise UserError(
-            f"{home / 'config.toml'} names no default SuperLink: give "
-            f"--superlink, or add it there ({error})"
+            f"{home / 'config.toml'} names no default SuperLink: "
+            f"give --superlink, or add it there ({error})"
         ) from error
 
 

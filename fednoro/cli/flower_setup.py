@@ -26,6 +26,21 @@ site = typer.Typer(
 COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
+CERTS_HELP = """Make a CA, the SuperLink's certificate and a key pair for each site; later calls \
+add sites.
+
+What is there stays there. --force makes the SuperLink's certificate (with --host) and the named \
+sites' keys anew,
+never the CA.
+
+Examples: fednoro flower certs certs --host link.example.org --host 10.0.0.7 --sites north,south
+
+fednoro flower certs certs --sites west          a site more
+
+fednoro flower certs certs --host link.example.org --force          a new year
+"""
+
+
 def certs(
     folder: Annotated[
         Path,
@@ -45,18 +60,7 @@ def certs(
         bool, typer.Option("--force", help="Replace the SuperLink's certificate and these keys.")
     ] = False,
 ) -> None:
-    """Make a CA, the SuperLink's certificate and a key pair for each site; later calls add sites.
-
-    What is there stays there. --force makes the SuperLink's certificate (with --host) and the \
-named sites' keys anew,
-    never the CA.
-
-    Examples: fednoro flower certs certs --host link.example.org --host 10.0.0.7 --sites north,south
-
-    fednoro flower certs certs --sites west          a site more
-
-    fednoro flower certs certs --host link.example.org --force          a new year
-    """
+    """Makes certificates and keys."""
     from fednoro.flower.ops.certificates import make, public_key_of
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
@@ -87,25 +91,28 @@ Items = Annotated[
 ]
 
 
+INIT_HELP = """Write an app folder that `flwr run` takes: pyproject.toml, README.md and the run's \
+configuration.
+
+Example: fednoro flower init federation digits train.rounds=50 method=fednoro
+"""
+
+
 def init(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="The app folder to make.", show_default=False)
     ],
     items: Items = None,
 ) -> None:
-    """Write an app folder that `flwr run` takes: pyproject.toml, README.md and the run's \
-configuration.
-
-    Example: fednoro flower init federation digits train.rounds=50 method=fednoro
-    """
+    """Writes an app folder."""
     from fednoro.experiment.config.configuration import resolve, section_name
     from fednoro.flower.ops.starter_files import write_app
 
     plain = [item for item in items or [] if "=" not in item]
     if len(plain) > 1:
         raise UserError(
-            "one preset or file at a time, got "
-            f"{' and '.join(plain)}; overrides look like key=value"
+            f"one preset or file at a time, got {' and '.join(plain)}; "
+            "overrides look like key=value"
         )
     files = write_app(
         folder, (plain or ["digits"])[0], [item for item in items or [] if "=" in item]
@@ -160,7 +167,17 @@ RunConfig = Annotated[
 Full = Annotated[bool, typer.Option("--full", help="Decode all images now, into the cache.")]
 
 
-@site.command("check")
+SITE_CHECK_HELP = """Check data, labels, disk, memory, device, packages, certificate, key and \
+connection before anything is sent.
+
+Ends with 0 if nothing failed, with 1 otherwise. Warnings do not count.
+
+Example: fednoro flower site check site.yaml --superlink link.example.org:8000 --root-certificates \
+ca.crt --key key
+"""
+
+
+@site.command("check", help=SITE_CHECK_HELP)
 def site_check(
     file: SiteFile,
     superlink: Superlink = None,
@@ -171,14 +188,7 @@ def site_check(
     full: Full = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check data, labels, disk, memory, device, packages, certificate, key and connection before \
-anything is sent.
-
-    Ends with 0 if nothing failed, with 1 otherwise. Warnings do not count.
-
-    Example: fednoro flower site check site.yaml --superlink link.example.org:8000 \
---root-certificates ca.crt --key key
-    """
+    """Checks a site."""
     from fednoro.flower.ops.check_result import passed
     from fednoro.flower.ops.site_check import check_site
 

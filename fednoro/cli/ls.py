@@ -23,6 +23,16 @@ SECTIONS = {
 }
 
 
+HELP = """List what can be chosen, with every option, its default and its meaning.
+
+WHAT is methods, data, partitions, noise, models, presets, split, train or general, or the name of \
+one entry, such
+as fedla; without it, names alone.
+
+Example: fednoro ls methods
+"""
+
+
 def ls(
     what: Annotated[
         str | None,
@@ -32,14 +42,7 @@ def ls(
         ),
     ] = None,
 ) -> None:
-    """List what can be chosen, with every option, its default and its meaning.
-
-    WHAT is methods, data, partitions, noise, models, presets, split, train or general, or the \
-name of one entry, such
-    as fedla; without it, names alone.
-
-    Example: fednoro ls methods
-    """
+    """Lists what can be chosen."""
     from fednoro.experiment.config.configuration import presets
 
     kinds = _kinds()
@@ -93,8 +96,8 @@ def _show_named(
         close = difflib.get_close_matches(name, names, 1)
         hint = f": did you mean {close[0]}?" if close else ""
         raise UserError(
-            f"ls takes one of {', '.join([*kinds, 'presets'])}, or a "
-            f"name of these; got {name!r}{hint}"
+            f"ls takes one of {', '.join([*kinds, 'presets'])}, "
+            f"or a name of these; got {name!r}{hint}"
         )
     for section in sections:
         choice = f"{SECTIONS[section]}={name}" if section in SECTIONS else name

@@ -23,8 +23,19 @@ Folder = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    app.command()(export)
+    app.command(help=EXPORT_HELP)(export)
     app.command()(predict)
+
+
+EXPORT_HELP = """Write a run's model as one file, after comparing its outputs with the network's \
+on test images of the run.
+
+The file's metadata holds the class names and the preprocessing. The ONNX model takes batches of \
+any size.
+ONNX needs the extra export.
+
+Example: fednoro export runs/digits-fednoro-seed0 --onnx digits.onnx
+"""
 
 
 def export(
@@ -34,15 +45,7 @@ def export(
         str | None, typer.Option(metavar="FILE", help="Write a safetensors file.")
     ] = None,
 ) -> None:
-    """Write a run's model as one file, after comparing its outputs with the network's on test \
-images of the run.
-
-    The file's metadata holds the class names and the preprocessing. The ONNX model takes batches \
-of any size.
-    ONNX needs the extra export.
-
-    Example: fednoro export runs/digits-fednoro-seed0 --onnx digits.onnx
-    """
+    """Exports a run's model."""
     from rich.console import Console
     from rich.markup import escape
 

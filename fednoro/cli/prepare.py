@@ -64,8 +64,8 @@ def prepare(
     settings = [f"path={_as_yaml(source)}", *(options or [])]
     settings += [] if size is None else [f"size={size}"]
     settings += [] if to is None else [f"cache={_as_yaml(to)}"]
-    # A preset of that name sets the options, so that a later `fednoro run NAME
-    # data.path=…` finds this cache.
+    # A preset of that name sets the options,
+    # so that a later `fednoro run NAME data.path=…` finds this cache.
     preset = name if name in presets() else "digits"
     overrides = [f"data.{item}" for item in settings]
     if preset != name:

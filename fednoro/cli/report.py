@@ -34,7 +34,7 @@ Run = Annotated[
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     app.command()(report)
-    app.command()(compare)
+    app.command(help=COMPARE_HELP)(compare)
     app.command()(figures)
 
 
@@ -71,14 +71,14 @@ def watch_run(folder: Path, write: Callable[..., Path], wait: Callable[[float], 
                 write(folder, watching=True)
                 last_state = state
             except UserError:
-                # a run that resumes sweeps up unfinished files, maybe this
-                # one: the next look repairs it
+                # a run that resumes sweeps up unfinished files, maybe this one:
+                # the next look repairs it
                 continue
     write(folder)
 
 
 def _state(folder: Path) -> tuple[object, ...]:
-    from fednoro.experiment.run_folder.recorded_run import is_held
+    from fednoro.experiment.run_folder.recorded_run import is_locked
 
     def stamp(name: str) -> tuple[int, int] | None:
         try:
@@ -87,7 +87,16 @@ def _state(folder: Path) -> tuple[object, ...]:
             return None
         return status.st_mtime_ns, status.st_size
 
-    return (*map(stamp, WATCHED_FILES), is_held(folder))
+    return (*map(stamp, WATCHED_FILES), is_locked(folder))
+
+
+COMPARE_HELP = """Compare runs: groups that differ only in their seed, mean ± std, and differences \
+paired by seed.
+
+Runs are paired only where the seed, the clients, their labels and the test images are the same.
+
+Example: fednoro compare runs/digits-fednoro-seed* runs/digits-fedavg-seed*
+"""
 
 
 def compare(
@@ -102,13 +111,7 @@ def compare(
     ] = None,
     to: Annotated[str, typer.Option(help="Where to write: NAME.html and NAME.csv.")] = "compare",
 ) -> None:
-    """Compare runs: groups that differ only in their seed, mean ± std, and differences paired by \
-seed.
-
-    Runs are paired only where the seed, the clients, their labels and the test images are the same.
-
-    Example: fednoro compare runs/digits-fednoro-seed* runs/digits-fedavg-seed*
-    """
+    """Compares runs."""
     from fednoro.core.files import write_whole
     from fednoro.report.comparison import as_csv
     from fednoro.report.comparison import compare as compare_runs
@@ -167,8 +170,8 @@ def _say(console: Console, text: str) -> None:
 def _show(console: Console, table: Any, title: str) -> None:
     from fednoro.report.drawing.scene import printable
 
-    # As narrow as can be, so that 80 columns have room for names; what is
-    # longer is folded, never cut.
+    # As narrow as can be, so that 80 columns have room for names;
+    # what is longer is folded, never cut.
     rich_table = RichTable(
         title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
     )

@@ -51,8 +51,8 @@ def _source_and_overrides(items: list[str] | None) -> tuple[str, list[str]]:
     sources = [item for item in items or [] if "=" not in item]
     if len(sources) > 1:
         raise UserError(
-            "one preset or file at a time, got "
-            f"{' and '.join(sources)}; overrides look like key=value"
+            f"one preset or file at a time, got {' and '.join(sources)}; "
+            "overrides look like key=value"
         )
     return (sources or ["digits"])[0], [item for item in items or [] if "=" in item]
 
@@ -71,15 +71,15 @@ def _refuse_split_items(items: list[str]) -> None:
             candidates = [" ".join(items[i:end]) for end in range(i + 2, len(items) + 1)]
             if whole := next((text for text in candidates if not is_open(text)), None):
                 raise UserError(
-                    f"the shell has split {whole} at its spaces: quote "
-                    f"it, as in {shlex.quote(whole)}"
+                    f"the shell has split {whole} at its spaces: "
+                    f"quote it, as in {shlex.quote(whole)}"
                 )
 
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM, a scheduler's warning, stops a run as Ctrl-C does; further ones
-    are ignored while it is saved.
+    """SIGTERM, a scheduler's warning, stops a run as Ctrl-C does;
+    further ones are ignored while it is saved.
     """
     signals, owner = [], os.getpid()
 

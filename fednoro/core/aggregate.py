@@ -134,8 +134,8 @@ def distance_weights(distances: Tensor, sizes: ArrayLike | Tensor) -> Tensor:
     by_size = size_weights(sizes)
     if distances.shape != by_size.shape:
         raise UserError(
-            "distances must have one entry per client "
-            f"({len(by_size)}), got {tuple(distances.shape)}"
+            f"distances must have one entry per client ({len(by_size)}), "
+            f"got {tuple(distances.shape)}"
         )
     if not distances.any():
         return by_size
@@ -160,8 +160,8 @@ def mix(models: Tensor, weights: Tensor) -> Tensor:
     """
     if models.ndim != 2 or not len(models) or weights.shape != models.shape[:1]:
         raise UserError(
-            "mix needs a K×P matrix and K weights, got shapes "
-            f"{tuple(models.shape)} and {tuple(weights.shape)}"
+            "mix needs a K×P matrix and K weights, "
+            f"got shapes {tuple(models.shape)} and {tuple(weights.shape)}"
         )
     first, *rest = weights.tolist()
     # Starting from the first row rather than from 0 keeps a single model's bits,
@@ -235,8 +235,8 @@ def _vectors(
     if isinstance(models, Tensor):
         if models.ndim != 2 or not models.numel() or not models.is_floating_point():
             raise UserError(
-                f"models must be a floating-point K×P matrix, got {models.dtype} "
-                f"of shape {tuple(models.shape)}"
+                "models must be a floating-point K×P matrix, "
+                f"got {models.dtype} of shape {tuple(models.shape)}"
             )
         vectors = list(models.detach().unbind())
     elif models and all(isinstance(model, Tensor) for model in models):
@@ -313,8 +313,8 @@ def _flags(noisy: ArrayLike | Tensor, k: int) -> Tensor:
     flagged = values.bool()
     if not torch.equal(flagged.to(values), values):
         raise UserError(
-            f"noisy must say for each client whether it is, got {values.tolist()}: with client "
-            f"numbers, [k in numbers for k in range({k})]"
+            f"noisy must say for each client whether it is, got {values.tolist()}: "
+            f"with client numbers, [k in numbers for k in range({k})]"
         )
     return flagged
 

@@ -67,9 +67,8 @@ def distill(
     teacher = teacher_logits.detach().to(log_y.dtype) / temperature
     y_g = torch.softmax(teacher + log_prior if adjust == "both" else teacher, dim=-1)
     # y_G·(−inf) would be an infinite loss, and NaN where y_G = 0; a constant has no gradient either
-    kl = (torch.xlogy(y_g, y_g) - y_g * log_p.masked_fill(log_p == -math.inf, 0.0)).sum() / len(
-        log_p
-    )
+    kl = (torch.xlogy(y_g, y_g) - y_g * log_p.masked_fill(log_p == -math.inf, 0.0)).sum()
+    kl = kl / len(log_p)
     return lam * kl + (1 - lam) * F.nll_loss(log_y, labels)
 
 

@@ -64,8 +64,8 @@ def detection(flagged: ArrayLike, truth: ArrayLike) -> Detection:
     flags, noisy = np.asarray(flagged, dtype=np.bool_), np.asarray(truth, dtype=np.bool_)
     if flags.ndim != 1 or flags.shape != noisy.shape:
         raise UserError(
-            "flagged and truth need one boolean per client, got shapes "
-            f"{flags.shape} and {noisy.shape}"
+            "flagged and truth need one boolean per client, "
+            f"got shapes {flags.shape} and {noisy.shape}"
         )
     hits = int((flags & noisy).sum())
     return Detection(
@@ -82,8 +82,8 @@ def best_last(values: ArrayLike, last: int = 10) -> BestLast:
     series = np.asarray(values, dtype=np.float64)
     if series.ndim != 1 or not series.size or last < 1:
         raise UserError(
-            "best_last needs at least one value and last >= 1, got shape "
-            f"{series.shape} and last = {last}"
+            "best_last needs at least one value and last >= 1, "
+            f"got shape {series.shape} and last = {last}"
         )
     return BestLast(float(series.max()), float(series[-last:].mean()), float(series[-1]))
 

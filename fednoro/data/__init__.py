@@ -15,7 +15,7 @@ __all__ = ["SOURCES", "Dataset"]
 
 def __getattr__(name: str) -> Any:
     # Late: whoever brings arrays needs none of the sources.
-    if name == "SOURCES" or name[:1].isupper():
+    if name[:1].isupper():
         sources = importlib.import_module("fednoro.data.sources")
         if hasattr(sources, name):
             return getattr(sources, name)

@@ -25,13 +25,13 @@ class Dataset:
         n = len(self.labels)
         if self.images.ndim != 4 or self.images.dtype != np.uint8 or len(self.images) != n:
             raise UserError(
-                f"images must be uint8 [N, H, W, C] with N = {n}, got "
-                f"{self.images.dtype} {self.images.shape}"
+                f"images must be uint8 [N, H, W, C] with N = {n}, "
+                f"got {self.images.dtype} {self.images.shape}"
             )
         if n and not 0 <= self.labels.min() <= self.labels.max() < len(self.classes):
             raise UserError(
-                f"labels must be in 0..{len(self.classes) - 1}, got "
-                f"{self.labels.min()}..{self.labels.max()}"
+                f"labels must be in 0..{len(self.classes) - 1}, "
+                f"got {self.labels.min()}..{self.labels.max()}"
             )
         for name in ("ids", "groups", "sites"):
             column = getattr(self, name)

@@ -61,8 +61,8 @@ def _count_shared(
     counts["identical_images"] = count_identical(dataset.images, part, others)
     if counts["identical_images"]:
         _warn(
-            f"{counts['identical_images']} images of the {name} part are "
-            f"pixel-identical to {other_name} images"
+            f"{counts['identical_images']} images of the {name} part are pixel-identical "
+            f"to {other_name} images"
         )
     return counts
 

@@ -21,7 +21,7 @@ _MAX_DRAWS = 100
 
 
 @dataclass(frozen=True)
-class Parts:
+class ClientShares:
     """The clients' sample indices and the clients' names."""
 
     indices: tuple[IntArray, ...]
@@ -72,12 +72,12 @@ def bernoulli_dirichlet(
                 "raise alpha or lower clients" if p == 1 else "raise p or alpha, or lower clients"
             )
             causes.append(
-                f"{_MAX_DRAWS - orphaning_draws} left a client with fewer than {min_size} samples "
-                f"({advice})"
+                f"{_MAX_DRAWS - orphaning_draws} left a client "
+                f"with fewer than {min_size} samples ({advice})"
             )
         raise UserError(
-            f"no split of {len(labels)} samples over {clients} clients with alpha = {alpha:g} in "
-            f"{_MAX_DRAWS} draws: {', '.join(causes)}"
+            f"no split of {len(labels)} samples over {clients} clients "
+            f"with alpha = {alpha:g} in {_MAX_DRAWS} draws: {', '.join(causes)}"
         )
 
     owner = np.empty(len(labels), dtype=np.int64)
@@ -103,7 +103,7 @@ def iid(labels: IntArray, clients: int, rng: np.random.Generator) -> list[IntArr
     return _group_by_owner(rng.permutation(np.arange(len(labels)) % clients), clients)
 
 
-def by_column(values: Sequence[str]) -> Parts:
+def by_column(values: Sequence[str]) -> ClientShares:
     """One client per distinct value, in the order of their names."""
     sites = [str(value).strip() for value in values]
     if not sites:
@@ -115,7 +115,7 @@ def by_column(values: Sequence[str]) -> Parts:
         )
     names = sorted(set(sites))
     number_of = {name: k for k, name in enumerate(names)}
-    return Parts(
+    return ClientShares(
         tuple(_group_by_owner(np.array([number_of[site] for site in sites]), len(names))),
         tuple(names),
     )
@@ -130,8 +130,8 @@ def _check_sizes(labels: IntArray, clients: int, min_size: int) -> None:
         raise UserError(f"min_size must be >= 1, got {min_size}")
     if clients * min_size > len(labels):
         raise UserError(
-            f"clients must be at most {len(labels) // min_size} for {len(labels)} samples with "
-            f"min_size = {min_size}, got {clients}"
+            f"clients must be at most {len(labels) // min_size} for {len(labels)} samples "
+            f"with min_size = {min_size}, got {clients}"
         )
 
 
@@ -154,8 +154,8 @@ def _draw_shares(owners: int, alpha: float, rng: np.random.Generator) -> FloatAr
     shares = rng.dirichlet(np.full(owners, alpha))
     if abs(shares.sum() - 1) < 1e-9:
         return shares
-    # Extreme α under- or overflows to NaN or zeros: take the law's limit,
-    # all to one or equal shares.
+    # Extreme α under- or overflows to NaN or zeros:
+    # take the law's limit, all to one or equal shares.
     return np.eye(owners)[rng.integers(owners)] if alpha < 1 else np.full(owners, 1 / owners)
 
 
@@ -165,9 +165,9 @@ def _group_by_owner(owner: IntArray, clients: int) -> list[IntArray]:
     return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
 
-def _name_clients(indices: list[IntArray]) -> Parts:
+def _name_clients(indices: list[IntArray]) -> ClientShares:
     width = len(str(len(indices) - 1))
-    return Parts(tuple(indices), tuple(f"client {k:0{width}}" for k in range(len(indices))))
+    return ClientShares(tuple(indices), tuple(f"client {k:0{width}}" for k in range(len(indices))))
 
 
 class Partition(Protocol):
@@ -177,7 +177,7 @@ class Partition(Protocol):
 
     def split(
         self, labels: IntArray, sites: Sequence[str] | None, rng: np.random.Generator
-    ) -> Parts:
+    ) -> ClientShares:
         """Divides all samples among the clients."""
 
 
@@ -194,7 +194,7 @@ class BernoulliDirichlet(Options):
 
     def split(
         self, labels: IntArray, sites: Sequence[str] | None, rng: np.random.Generator
-    ) -> Parts:
+    ) -> ClientShares:
         """See `bernoulli_dirichlet`."""
         return _name_clients(bernoulli_dirichlet(labels, self.clients, self.p, self.alpha, rng))
 
@@ -209,7 +209,7 @@ class Dirichlet(Options):
 
     def split(
         self, labels: IntArray, sites: Sequence[str] | None, rng: np.random.Generator
-    ) -> Parts:
+    ) -> ClientShares:
         """See `dirichlet`."""
         return _name_clients(dirichlet(labels, self.clients, self.alpha, rng))
 
@@ -223,7 +223,7 @@ class IID(Options):
 
     def split(
         self, labels: IntArray, sites: Sequence[str] | None, rng: np.random.Generator
-    ) -> Parts:
+    ) -> ClientShares:
         """See `iid`."""
         return _name_clients(iid(labels, self.clients, rng))
 
@@ -236,12 +236,12 @@ class ByColumn(Options):
 
     def split(
         self, labels: IntArray, sites: Sequence[str] | None, rng: np.random.Generator
-    ) -> Parts:
+    ) -> ClientShares:
         """See `by_column`."""
         if sites is None:
             raise UserError(
-                "partition by_column: the data has no site column; use ham10000, isic2019 or a "
-                "folder with sites, or another partition (bernoulli_dirichlet, dirichlet, iid)"
+                "partition by_column: the data has no site column; use ham10000, isic2019 "
+                "or a folder with sites, or another partition (bernoulli_dirichlet, dirichlet, iid)"
             )
         if len(sites) != len(labels):
             raise UserError(

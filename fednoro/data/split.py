@@ -51,8 +51,8 @@ class Split(Options):
         super().__post_init__()
         if self.test + self.validation >= 1:
             raise UserError(
-                "split.test and split.validation must leave images to train on, got "
-                f"{self.test} and {self.validation}"
+                "split.test and split.validation must leave images to train on, "
+                f"got {self.test} and {self.validation}"
             )
 
     def parts(self, dataset: Dataset, rng: np.random.Generator) -> Parts:
@@ -78,16 +78,16 @@ def read_split(path: Path, dataset: Dataset) -> Parts:
     position = {sample: i for i, sample in enumerate(ids)}
     if len(position) != len(ids):
         raise UserError(
-            f"split.file {path}: the data's ids are not unique, so a "
-            "split cannot be looked up by id"
+            f"split.file {path}: the data's ids are not unique, "
+            "so a split cannot be looked up by id"
         )
     part_numbers, line_of = np.full(len(ids), -1), dict[str, int]()
     for line, row in read_table(path, ("id", "part")):
         sample, location = row["id"], f"split.file {path}, line {line}"
         if sample not in position:
             raise UserError(
-                f"{location}: no image has the id {sample!r} "
-                f"(the first is {next(iter(ids), None)!r})"
+                f"{location}: "
+                f"no image has the id {sample!r} (the first is {next(iter(ids), None)!r})"
             )
         if sample in line_of:
             raise UserError(
@@ -183,8 +183,8 @@ def _split_in_two(
         missing = np.setdiff1d(labels, labels[side_rows])
         if len(missing):
             warnings.warn(
-                f"too few {unit}s to have label {', '.join(map(str, missing))} on "
-                f"both sides: none in the {side} set",
+                f"too few {unit}s to have label {', '.join(map(str, missing))} on both sides: "
+                f"none in the {side} set",
                 FedNoRoWarning,
                 stacklevel=3,
             )
@@ -222,8 +222,8 @@ def _hold_out_groups(
             surplus = if_held_out if side[g] else if_trained
         if len(set(side[holders])) == 2:
             continue
-        # The class is on one side only: its smallest group that no rarer
-        # class has claimed changes over.
+        # The class is on one side only:
+        # its smallest group that no rarer class has claimed changes over.
         missing_side = 0 if len(holders) == 1 else 1 - side[holders[0]]
         if len(undecided) and missing_side != side[holders[0]]:
             smallest = undecided[np.argmin(counts[undecided].sum(axis=1))]

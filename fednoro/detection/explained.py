@@ -69,9 +69,8 @@ def left_over(logits: Tensor, labels: Tensor, log_pi: Tensor) -> Tensor:
     """
     log_pi = log_pi.double()
     entropy = -(log_pi.exp() * log_pi.masked_fill(log_pi == -math.inf, 0.0)).sum()
-    return logit_adjusted_ce(logits.double(), labels, log_pi) * torch.where(
-        entropy > 0, 1 / entropy, 0.0
-    )
+    per_entropy = torch.where(entropy > 0, 1 / entropy, 0.0)
+    return logit_adjusted_ce(logits.double(), labels, log_pi) * per_entropy
 
 
 def fit_loss(step: Step) -> Tensor:

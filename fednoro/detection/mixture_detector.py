@@ -186,8 +186,8 @@ class NoisyClientDetector:
         if state["mixture"] is not None:
             if "covariances_" not in state["mixture"]:
                 raise UserError(
-                    "the verdicts of this run are an earlier version's, which "
-                    "cannot judge clients who come late"
+                    "the verdicts of this run are an earlier version's, "
+                    "which cannot judge clients who come late"
                 )
             weights, means, covariances = (
                 np.array(state["mixture"][name], dtype=np.float64) for name in _MIXTURE

@@ -127,8 +127,8 @@ def protect(method: MethodT, task: Task, protection: Protection) -> tuple[Method
         if protection == Protection():
             return method, task
         raise UserError(
-            "this site holds back class losses (privacy in its site.yaml), but "
-            f"{type(method).__name__} cannot"
+            "this site holds back class losses (privacy in its site.yaml), "
+            f"but {type(method).__name__} cannot"
         )
     server: Any = method
     epsilons = [e for e in (protection.score_epsilon, server.score_epsilon) if e is not None]

@@ -51,8 +51,8 @@ def judge(state: State, scores: Sequence[Reply], detector: NoisyClientDetector) 
     scores = _well_formed(scores, state.classes)
     if not scores:
         message = (
-            f"round {state.round + 1}: no client could be scored, those "
-            "not known are treated as noisy"
+            f"round {state.round + 1}: "
+            "no client could be scored, those not known are treated as noisy"
         )
         warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return replace(state, memo=memo, stage="detection", notes={})
@@ -97,8 +97,8 @@ def _well_formed(scores: Sequence[Reply], classes: int) -> list[Reply]:
             usable.append(reply)
         else:
             message = (
-                f"client {reply.client} sent no loss and count for each of "
-                f"{classes} classes: it is not scored"
+                f"client {reply.client} sent no loss and count for each of {classes} classes: "
+                "it is not scored"
             )
             warnings.warn(message, FedNoRoWarning, stacklevel=3)
     return usable

@@ -65,18 +65,18 @@ class Hardware:
         device = self.device.type
         if self.kind in ("cpu", "cuda") and self.kind != device:
             raise UserError(
-                f"engine {self.kind} runs on a {self.kind} device, got device "
-                f"{self.device}: use engine=auto"
+                f"engine {self.kind} runs on a {self.kind} device, "
+                f"got device {self.device}: use engine=auto"
             )
         if device != "cuda" and self.precision != "fp32":
             raise UserError(
-                f"precision {self.precision} needs a CUDA device, got "
-                f"device {self.device}: use fp32"
+                f"precision {self.precision} needs a CUDA device, "
+                f"got device {self.device}: use fp32"
             )
         if self.kind == "eager" and self.precision != "fp32":
             raise UserError(
-                "the eager engine computes in fp32, got precision "
-                f"{self.precision}: use engine=auto"
+                "the eager engine computes in fp32, "
+                f"got precision {self.precision}: use engine=auto"
             )
 
     def warm_up(self) -> None:
@@ -116,8 +116,8 @@ class Hardware:
         if dataset.images.nbytes > SHARE_OF_MEMORY * free:
             need, have = (f"{size / 2**30:.1f} GiB" for size in (dataset.images.nbytes, free))
             message = (
-                f"the eager engine in fp32, because the images ({need}) leave too "
-                f"little of the GPU's {have} free"
+                "the eager engine in fp32, "
+                f"because the images ({need}) leave too little of the GPU's {have} free"
             )
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
             return EagerEngine(*arguments, resident=False)
@@ -133,8 +133,8 @@ class Hardware:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             message = (
-                "the eager engine in fp32, because the GPU's memory does "
-                "not hold one network per stream"
+                "the eager engine in fp32, "
+                "because the GPU's memory does not hold one network per stream"
             )
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
             return EagerEngine(*arguments)

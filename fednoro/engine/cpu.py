@@ -185,15 +185,9 @@ def _wake_mathematics() -> None:
     """
     x = torch.full((64,), 0.5)
     for function in (
-        torch.log,
-        torch.log1p,
-        torch.log2,
-        torch.log10,
-        torch.exp,
-        torch.expm1,
-        torch.tanh,
-        torch.erf,
-    ):
+        torch.log, torch.log1p, torch.log2, torch.log10,
+        torch.exp, torch.expm1, torch.tanh, torch.erf,
+    ):  # fmt: skip
         function(x)
         function(x.double())
 

@@ -297,6 +297,6 @@ def check_unchanged(folder: Path, config: Config) -> None:
         listing = first_names(changes, LISTED_AT_MOST)
         file = folder / "config.yaml"
         raise UserError(
-            f"{file} has changed since the run began: {listing}. Set it back, or begin another run "
-            f"with: fednoro run {file} name=another"
+            f"{file} has changed since the run began: {listing}. "
+            f"Set it back, or begin another run with: fednoro run {file} name=another"
         )

@@ -124,8 +124,8 @@ def _comparison_images(model: Trained) -> tuple[NDArray[np.uint8], bool]:
         return np.asarray(dataset.images[federation.test[:COMPARED_IMAGES]]), True
     except (OSError, UserError) as error:
         message = (
-            f"the run's test images are not at hand ({error}): the "
-            "export is compared on made-up images"
+            f"the run's test images are not at hand ({error}): "
+            "the export is compared on made-up images"
         )
         warnings.warn(message, FedNoRoWarning, stacklevel=3)
         noise = generator(0, "export").integers(0, 256, (COMPARED_IMAGES, *model.image))

@@ -170,8 +170,8 @@ class Screen:
         if reply.answers not in (None, (task.name, task.round)):
             name, number = reply.answers or ("", 0)
             return (
-                f"answered {name} of round {number + 1}, asked was "
-                f"{task.name} of round {task.round + 1}"
+                f"answered {name} of round {number + 1}, "
+                f"asked was {task.name} of round {task.round + 1}"
             )
         if not reply.size > 0:
             return f"says that it has {reply.size} images"

@@ -108,8 +108,8 @@ def resume(
         raise UserError(f"{folder.path} is not a run folder: it has no config.yaml")
     if (folder.path / "flower.json").exists() and not folder.finished:
         raise UserError(
-            f"{folder.path} was run on Flower: carry it on with `fednoro "
-            f"flower run --resume {folder.path}`"
+            f"{folder.path} was run on Flower: "
+            f"carry it on with `fednoro flower run --resume {folder.path}`"
         )
     config = resolve(folder.path / "config.yaml")
     hardware, watcher = hardware_for(config), with_trackers(config, watcher or Watcher())

@@ -53,8 +53,8 @@ def find_method(name: str) -> type[Method]:
     kind = import_named(name, "method")
     if not (isinstance(kind, type) and issubclass(kind, Method) and _is_frozen(kind)):
         raise UserError(
-            f"method {name!r} is no method: it must be a frozen "
-            "dataclass that extends fednoro's Method"
+            f"method {name!r} is no method: "
+            "it must be a frozen dataclass that extends fednoro's Method"
         )
     return kind
 

@@ -226,9 +226,9 @@ class FedCorr(Method):
         logits = step.net(lam * step.x + (1 - lam) * step.x[order])
         if "log_pi" in step.aux:
             logits = logits + step.aux["log_pi"]
-        value = lam * F.cross_entropy(logits, step.y) + (1 - lam) * F.cross_entropy(
-            logits, step.y[order]
-        )
+        ce_i = F.cross_entropy(logits, step.y)
+        ce_j = F.cross_entropy(logits, step.y[order])
+        value = lam * ce_i + (1 - lam) * ce_j
         if "mu" in step.aux:
             # Unlike a square root's, the norm's gradient at w = w_g is 0.
             distance = torch.linalg.vector_norm(

@@ -126,21 +126,21 @@ class FedNoRo(Method):
     def check(self, rounds: int) -> None:
         if self.warmup >= rounds:
             raise UserError(
-                "method.warmup must be below train.rounds "
-                f"({rounds}), got {self.warmup}: set either"
+                f"method.warmup must be below train.rounds ({rounds}), "
+                f"got {self.warmup}: set either"
             )
         if self.ramp_end is not None and self.ramp_end < self.warmup:
             raise UserError(
-                "method.ramp_end must be at least method.warmup "
-                f"({self.warmup}), got {self.ramp_end}"
+                f"method.ramp_end must be at least method.warmup ({self.warmup}), "
+                f"got {self.ramp_end}"
             )
         self._refuse_to_blur()
 
     def _refuse_to_blur(self) -> None:
         if self._calibrated and (self.score_min_count or self.score_epsilon is not None):
             raise UserError(
-                f"method.detector={self.detector} sends no class losses that score_min_count or "
-                "score_epsilon could protect: set method.detector=paper, or leave these two out"
+                f"method.detector={self.detector} sends no class losses that score_min_count "
+                "or score_epsilon could protect: set method.detector=paper, or leave these two out"
             )
 
     @property

@@ -123,8 +123,8 @@ class FedNoRoPlus(Method):
     )
     detector: Literal["calibrated", "sketched", "shares"] = option(
         "calibrated",
-        "how clients are judged: by what they explain and what others' heads say, the same with "
-        "heads on 64 numbers of an image (sketched), or by what they explain (shares)",
+        "how clients are judged: by what they explain and what others' heads say, the same "
+        "with heads on 64 numbers of an image (sketched), or by what they explain (shares)",
     )
     revise: int = option(
         5, "rounds after which everybody, if flagged, is judged again; 0: never", ge=0
@@ -170,28 +170,28 @@ class FedNoRoPlus(Method):
         super().__post_init__()
         if twice := [k for k, times in Counter(self.noisy or ()).items() if times > 1]:
             raise UserError(
-                "method.noisy must name each client once, got "
-                f"{', '.join(map(str, twice))} more often"
+                "method.noisy must name each client once, "
+                f"got {', '.join(map(str, twice))} more often"
             )
 
     def check(self, rounds: int) -> None:
         if self.warmup >= rounds:
             raise UserError(
-                "method.warmup must be below train.rounds "
-                f"({rounds}), got {self.warmup}: set either"
+                f"method.warmup must be below train.rounds ({rounds}), "
+                f"got {self.warmup}: set either"
             )
         if self.watch > self.warmup and self.watch != WATCHED:
             # The default is no mistake: it stands for all of a short warm-up.
             raise UserError(
-                "method.watch must be at most method.warmup "
-                f"({self.warmup}), got {self.watch}: set either"
+                f"method.watch must be at most method.warmup ({self.warmup}), "
+                f"got {self.watch}: set either"
             )
 
     def check_clients(self, clients: int) -> None:
         if unknown := [k for k in self.noisy or () if not 0 <= k < clients]:
             raise UserError(
-                f"method.noisy must name clients of the federation, from 0 to {clients - 1}, got "
-                f"{', '.join(map(str, unknown))}"
+                "method.noisy must name clients of the federation, "
+                f"from 0 to {clients - 1}, got {', '.join(map(str, unknown))}"
             )
 
     def purge_end(self, rounds: int, verdict_round: int) -> int:
@@ -360,8 +360,8 @@ class FedNoRoPlus(Method):
             until = f", judged again every {self.revise} rounds up to round {state.rounds // 2}"
             again = until if self._may_change(after) else ""
             message = (
-                "every client looks noisy and there is none to learn "
-                f"from: going on as FedLA{again}"
+                "every client looks noisy and there is none to learn from: "
+                f"going on as FedLA{again}"
             )
             warnings.warn(message, FedNoRoWarning, stacklevel=2)
         return after

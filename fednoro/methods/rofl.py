@@ -184,7 +184,6 @@ def shared_centroids(f_g: FloatArray, f_k: FloatArray) -> FloatArray:
     trusted = (s.sum(axis=0) > 0) & (s.sum(axis=0) >= LEAST * np.abs(s).sum(axis=0))
     weights = np.where(trusted, s, usable)
     total = weights.sum(axis=0)
-    mean: FloatArray = (weights[:, :, None] * f_k).sum(axis=0) / np.where(total > 0, total, 1.0)[
-        :, None
-    ]
+    total = np.where(total > 0, total, 1.0)
+    mean: FloatArray = (weights[:, :, None] * f_k).sum(axis=0) / total[:, None]
     return mean

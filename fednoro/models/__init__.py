@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 _RECALIBRATE = (
-    "before round 1, re-estimate BatchNorm's statistics on the clients' "
-    "images: for weights from other data"
+    "before round 1, re-estimate BatchNorm's statistics on the clients' images: "
+    "for weights from other data"
 )
 
 
@@ -70,8 +70,8 @@ class Resnet18(Options):
     def inputs(self, channels: int) -> int:
         if channels not in (1, 3):
             raise UserError(
-                f"model resnet{self.depth} takes images with 1 or 3 "
-                f"channels, the data has {channels}"
+                f"model resnet{self.depth} takes images with 1 or 3 channels, "
+                f"the data has {channels}"
             )
         return 3
 
@@ -126,8 +126,8 @@ class Factory(Options):
             raise UserError(f"model.factory {self.factory!r} cannot be called: {error}") from error
         if not isinstance(net, nn.Module):
             raise UserError(
-                f"model.factory {self.factory!r} returned "
-                f"{type(net).__name__}, not a torch.nn.Module"
+                f"model.factory {self.factory!r} returned {type(net).__name__}, "
+                "not a torch.nn.Module"
             )
         return net
 

@@ -49,8 +49,8 @@ def load_pretrained(net: nn.Module, path: Path) -> None:
         )
     if unknown:
         warnings.warn(
-            f"{path.name} has {len(unknown)} tensors that the network has "
-            f"not, left out: {_first_names(unknown)}",
+            f"{path.name} has {len(unknown)} tensors that the network has not, left out: "
+            f"{_first_names(unknown)}",
             FedNoRoWarning,
             stacklevel=2,
         )

@@ -15,6 +15,6 @@ def write_or_warn(folder: Path, warn: Callable[[str], None]) -> None:
     except Exception as error:
         why = (str(error).splitlines() or [""])[0]
         warn(
-            f"the report could not be written ({type(error).__name__}: "
-            f"{why}): try fednoro report {folder}"
+            f"the report could not be written ({type(error).__name__}: {why}): "
+            f"try fednoro report {folder}"
         )

@@ -122,8 +122,8 @@ def _group_runs(runs: Sequence[Recorded]) -> list[Group]:
         seed = run.config["seed"]
         if seed in seeds:
             raise UserError(
-                f"{seeds[seed].path} and {run.path} are the same experiment with "
-                "the same seed: give one of them"
+                f"{seeds[seed].path} and {run.path} are the same experiment with the same seed: "
+                "give one of them"
             )
         seeds[seed] = run
     labels = _labels([dict(facts) for facts in seeds_by_facts])

@@ -144,8 +144,8 @@ def curves(comparison: Comparison) -> Figure:
         return scene
 
     caption = (
-        "Balanced accuracy on the test set: the mean over the seeds of a group; shading is one "
-        "standard deviation to either side."
+        "Balanced accuracy on the test set: the mean over the seeds of a group; "
+        "shading is one standard deviation to either side."
     )
     rows = tuple(
         (group.label, int(rounds[j]), f"{mean[j]:.4f}", f"{std[j]:.4f}")

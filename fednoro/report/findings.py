@@ -79,8 +79,8 @@ def _headline(run: Recorded, verdict: RecordedVerdict | None) -> str:
 def _why_no_verdict(run: Recorded) -> str:
     if run.named_noisy is not None:
         return (
-            f"{len(run.named_noisy) or 'none'} of "
-            f"{quantity(len(run.names), 'client')} named noisy by the user"
+            f"{len(run.named_noisy) or 'none'} "
+            f"of {quantity(len(run.names), 'client')} named noisy by the user"
         )
     if (run.path / "detection.json").exists():
         return "the verdicts about the clients cannot be read"
@@ -95,15 +95,15 @@ def _about_verdicts(run: Recorded, verdict: RecordedVerdict | None) -> list[str]
     if verdict is None:
         reason = _why_no_verdict(run)
         return [
-            f"{reason[:1].upper()}{reason[1:]}. To have them judged, run the same with "
-            "method=fednoro."
+            f"{reason[:1].upper()}{reason[1:]}. "
+            "To have them judged, run the same with method=fednoro."
         ]
     lines = [_against_truth(run, verdict)]
     unscored_names = _client_names(run, verdict.clients[np.isnan(verdict.posterior)])
     if unscored_names:
         lines.append(
-            f"{join_words(unscored_names)} could not be scored and "
-            f"{is_are(len(unscored_names))} not trusted for that."
+            f"{join_words(unscored_names)} could not be scored "
+            f"and {is_are(len(unscored_names))} not trusted for that."
         )
     close_calls = _client_names(
         run, verdict.clients[(verdict.posterior > 0.05) & (verdict.posterior < 0.95)]
@@ -123,16 +123,16 @@ def _about_user_choice(run: Recorded, named_clients: tuple[int, ...]) -> str:
     )
     text = f"Named noisy by the user with method.noisy: {join_words(names) if names else 'nobody'}."
     return (
-        f"{text} The method has judged nobody. To have noisy clients "
-        "looked for, leave method.noisy out."
+        f"{text} The method has judged nobody. "
+        "To have noisy clients looked for, leave method.noisy out."
     )
 
 
 def _against_truth(run: Recorded, verdict: RecordedVerdict) -> str:
     if verdict.truth is None:
         return (
-            f"Judged by {verdict.evidence}. Whether that is right is not known: nobody "
-            "has told which labels are wrong."
+            f"Judged by {verdict.evidence}. "
+            "Whether that is right is not known: nobody has told which labels are wrong."
         )
     missed_names = _client_names(run, verdict.clients[verdict.truth & ~verdict.noisy])
     falsely_flagged = _client_names(run, verdict.clients[~verdict.truth & verdict.noisy])
@@ -164,15 +164,15 @@ def stability(run: Recorded, verdict: RecordedVerdict) -> str:
     changes = verdict.agreement < 0.99
     if not changes.any():
         return (
-            f"Firm: {OTHER_STARTS} other starting points of the mixture give the "
-            "same verdict for every client."
+            f"Firm: {OTHER_STARTS} other starting points "
+            "of the mixture give the same verdict for every client."
         )
     mean = verdict.agreement.mean()
     names = _client_names(run, verdict.clients[changes])
     if mean < FIRM_SHARE:
         return (
-            f"Not firm: from {OTHER_STARTS} other starting points the mixture agrees with only "
-            f"{mean:.0%} of these verdicts. There may be no two groups at all."
+            f"Not firm: from {OTHER_STARTS} other starting points the mixture agrees "
+            f"with only {mean:.0%} of these verdicts. There may be no two groups at all."
         )
     text = (
         f"Mostly firm: from {OTHER_STARTS} other starting points {mean:.0%} of the verdicts stay."
@@ -197,8 +197,8 @@ def _gains(run: Recorded) -> list[str]:
         change = 100 * (last - before)
         word = "above" if change >= 0 else "below"
         lines.append(
-            f"That is {abs(change):.1f} points {word} the end of {stages[0][0]} (round "
-            f"{stages[0][2]}, {before:.1%}). Part of it is simply longer training."
+            f"That is {abs(change):.1f} points {word} the end of {stages[0][0]} "
+            f"(round {stages[0][2]}, {before:.1%}). Part of it is simply longer training."
         )
     lines.append(
         "What another method would have reached cannot be known from one run: train with the "
@@ -214,8 +214,8 @@ def _about_run(run: Recorded) -> list[str]:
         lines.append(f"The run goes on: {len(run.rounds)} of {run.planned_rounds} rounds are done.")
     elif run.status == "unfinished":
         lines.append(
-            f"The run stopped after {len(run.rounds)} of {run.planned_rounds} rounds. Carry on "
-            f"with: fednoro resume {run.path}"
+            f"The run stopped after {len(run.rounds)} of {run.planned_rounds} rounds. "
+            f"Carry on with: fednoro resume {run.path}"
         )
     holdings = run.holdings
     for part, counts in (holdings.leakage if holdings is not None else {}).items():
@@ -225,8 +225,8 @@ def _about_run(run: Recorded) -> list[str]:
                 f"{count:,} {key.replace('_', ' ')}" for key, count in overlaps.items()
             ]
             lines.append(
-                f"The {part} part shares {join_words(overlap_texts)} with what was "
-                "trained on: its figures flatter."
+                f"The {part} part shares {join_words(overlap_texts)} with what was trained on: "
+                "its figures flatter."
             )
     if run.ledger is not None:
         missing_answers = sum(status not in ("ok", "") for status in run.ledger.status)
@@ -261,8 +261,8 @@ def _about_detection(run: Recorded, verdict: RecordedVerdict | None) -> list[str
         return ["There is one client, so there is nobody to compare it with."]
     if verdict.truth is None or not verdict.truth.any():
         lines.append(
-            "The mixture splits the clients in two whatever they are: if none is "
-            "noisy, clean ones are flagged."
+            "The mixture splits the clients in two whatever they are: "
+            "if none is noisy, clean ones are flagged."
         )
     if clients < 2 * (classes + 1):
         lines.append(
@@ -288,8 +288,8 @@ def _about_accuracy(run: Recorded) -> list[str]:
     late, window = run.bacc[-10:], min(10, len(run.bacc))
     if best - last > CLEAR_FALL and int(run.bacc.argmax()) < len(run.bacc) - window:
         lines.append(
-            f"Last is {100 * (best - last):.1f} points below Best: late "
-            "rounds lose what earlier ones had."
+            f"Last is {100 * (best - last):.1f} points below Best: "
+            "late rounds lose what earlier ones had."
         )
     elif (
         len(late) > 2
@@ -316,8 +316,8 @@ def _about_classes(confusion: IntArray, names: tuple[str, ...]) -> list[str]:
     if absent_classes:
         them = "it" if len(absent_classes) == 1 else "them"
         lines.append(
-            f"The test set has no image of {join_words(absent_classes, 6)}, so nothing is known "
-            f"about {them}."
+            f"The test set has no image of {join_words(absent_classes, 6)}, "
+            f"so nothing is known about {them}."
         )
     small_classes = int(((test_images > 0) & (test_images < FEW_TEST_IMAGES)).sum())
     error = _standard_error(recall, test_images)
@@ -339,9 +339,8 @@ def _standard_error(recall: FloatArray, test_images: IntArray) -> float:
     """
     has_images = test_images > 0
     share = (recall[has_images] * test_images[has_images] + 1) / (test_images[has_images] + 2)
-    return math.sqrt(float((share * (1 - share) / test_images[has_images]).sum())) / int(
-        has_images.sum()
-    )
+    variance = float((share * (1 - share) / test_images[has_images]).sum())
+    return math.sqrt(variance) / int(has_images.sum())
 
 
 def _key_figures(run: Recorded, verdict: RecordedVerdict | None) -> list[tuple[str, str, str]]:

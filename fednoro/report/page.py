@@ -84,8 +84,8 @@ def page(template: str, **values: Any) -> str:
     script = _text("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src "
-        f"data:; script-src 'sha256-{digest}'"
+        "default-src 'none'; style-src 'unsafe-inline'; "
+        f"img-src data:; script-src 'sha256-{digest}'"
     )
     style = f"{palette.css()}\n{_text('style.css')}"
     common_values = {

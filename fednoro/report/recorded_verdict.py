@@ -132,8 +132,8 @@ def _name_evidence(losses: bool, marks: Mapping[str, FloatArray | None]) -> str:
         return "the dimension of their predictions (LID)"
     if marks["doubt"] is not None:
         return (
-            "how much of their labels they can explain, and how far other "
-            "clients’ models agree with them"
+            "how much of their labels they can explain, "
+            "and how far other clients’ models agree with them"
         )
     return (
         "how much of their labels they can explain"

@@ -14,8 +14,8 @@ from fednoro.data.partition import (
     PARTITIONS,
     BernoulliDirichlet,
     ByColumn,
+    ClientShares,
     Dirichlet,
-    Parts,
     bernoulli_dirichlet,
     by_column,
     dirichlet,
@@ -272,7 +272,7 @@ def test_equal_seeds_split_equally_and_leave_the_labels_alone(options):
     labels = np.arange(500) % 5
     sites = [f"s{i % 7}" for i in range(500)]
     first, second = (options.split(labels, sites, rng(3)) for _ in range(2))
-    assert isinstance(first, Parts)
+    assert isinstance(first, ClientShares)
     assert first.names == second.names
     assert len(first.indices) == len(first.names) == 7
     assert all(np.array_equal(a, b) for a, b in zip(first.indices, second.indices, strict=True))

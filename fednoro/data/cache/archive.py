@@ -67,8 +67,8 @@ def open_tree(path: Path) -> Tree:
         raise UserError(f"data.path {path} does not exist")
     if not zipfile.is_zipfile(path):
         raise UserError(
-            f"data.path {path} is neither a folder nor a zip, or one that "
-            "was cut off: download it again"
+            f"data.path {path} is neither a folder nor a zip, "
+            "or one that was cut off: download it again"
         )
     return _list_zip(path)
 

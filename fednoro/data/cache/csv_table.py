@@ -37,8 +37,8 @@ def parse_table(data: bytes, name: str, columns: Sequence[str]) -> list[Row]:
             f"{name} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from error
     first_line = text.partition("\n")[0]
-    # Dataverse hands tables out with tabs, and Excel with semicolons where a
-    # comma is the decimal point.
+    # Dataverse hands tables out with tabs,
+    # and Excel with semicolons where a comma is the decimal point.
     delimiter = next((mark for mark in "\t;" if mark in first_line and "," not in first_line), ",")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     rows = []
@@ -47,8 +47,8 @@ def parse_table(data: bytes, name: str, columns: Sequence[str]) -> list[Row]:
         missing = [column for column in columns if column not in header]
         if missing:
             raise UserError(
-                f"{name} must have the columns {', '.join(columns)}; {missing[0]} is not among "
-                f"its {', '.join(header) or 'none'}"
+                f"{name} must have the columns {', '.join(columns)}; "
+                f"{missing[0]} is not among its {', '.join(header) or 'none'}"
             )
         for cells in reader:
             if len(cells) > len(header):

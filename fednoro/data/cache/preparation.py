@@ -1,5 +1,5 @@
-"""Images decoded once: a folder with one memory-mapped array and a
-manifest that says what is in it.
+"""Images decoded once:
+a folder with one memory-mapped array and a manifest that says what is in it.
 
     <home>/<name>-<fingerprint>/images.npy     uint8 [N, H, W, C]
                                 manifest.json  classes, labels, ids, what was skipped and why,
@@ -311,8 +311,8 @@ def _check_losses(recipe: Recipe, unreadable: Mapping[int, str]) -> None:
     source, first = recipe.tree.path, f"first: {recipe.records[i].path} ({reason})"
     if recipe.stream or 2 * len(unreadable) > len(recipe.records):
         raise UserError(
-            f"{len(unreadable)} of {len(recipe.records)} images in "
-            f"{source} could not be read; {first}"
+            f"{len(unreadable)} of {len(recipe.records)} images "
+            f"in {source} could not be read; {first}"
         )
     readable_labels = {
         record.label for i, record in enumerate(recipe.records) if i not in unreadable

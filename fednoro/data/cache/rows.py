@@ -104,8 +104,8 @@ def to_disk(file: IO[bytes]) -> None:
 
 
 def _header(count: int, shape: tuple[int, ...]) -> bytes:
-    # The format leaves room for the first axis to change, so that the header has the
-    # same length whatever `count`.
+    # The format leaves room for the first axis to change,
+    # so that the header has the same length whatever `count`.
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         header, {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)}

@@ -119,15 +119,15 @@ def _distributions(values: ArrayLike, name: str) -> FloatArray:
     invalid_rows = ~(np.isfinite(p) & (p >= 0)).all(axis=1)
     if invalid_rows.any():
         raise UserError(
-            f"{name} must be finite and >= 0, got {p[invalid_rows.argmax()]} "
-            f"in row {invalid_rows.argmax()}"
+            f"{name} must be finite and >= 0, "
+            f"got {p[invalid_rows.argmax()]} in row {invalid_rows.argmax()}"
         )
     total = p.sum(axis=1)
     invalid_rows = abs(total - 1) > 1e-3
     if invalid_rows.any():
         raise UserError(
-            f"{name} must have rows that sum to 1, got "
-            f"{total[invalid_rows.argmax()]:g} in row {invalid_rows.argmax()}"
+            f"{name} must have rows that sum to 1, "
+            f"got {total[invalid_rows.argmax()]:g} in row {invalid_rows.argmax()}"
         )
     normalised: FloatArray = p / total[:, None]
     return normalised
@@ -147,8 +147,8 @@ def _copy_labels(labels: IntArray, classes: int, rate: float) -> tuple[IntArray,
     n = round(rate * len(values))
     if n and classes < 2:
         raise UserError(
-            f"cannot change {n} labels with one class in all; use "
-            "noise none or data with two classes"
+            f"cannot change {n} labels with one class in all; "
+            "use noise none or data with two classes"
         )
     return values.astype(np.int64), n
 
@@ -193,8 +193,8 @@ def _relabel_noisy_clients(
     rates = changed_share(observed, labels, parts)
     for k in noisy_clients[rates[noisy_clients] == 0]:
         message = (
-            f"client {k} was drawn as noisy but none of its {len(parts[k])} "
-            "labels changed: it counts as clean"
+            f"client {k} was drawn as noisy but none of its {len(parts[k])} labels changed: "
+            "it counts as clean"
         )
         warnings.warn(message, FedNoRoWarning, stacklevel=3)
     return Noise(observed, rates > 0, rates)
@@ -293,8 +293,8 @@ class Transition(Options):
         matrix, classes = _distributions(values, "noise.matrix"), len(context.classes)
         if matrix.shape != (classes, classes):
             raise UserError(
-                f"noise.matrix must be {classes}×{classes}, a row per "
-                f"class, got shape {matrix.shape}"
+                f"noise.matrix must be {classes}×{classes}, "
+                f"a row per class, got shape {matrix.shape}"
             )
         return _relabel_noisy_clients(
             self.rate, labels, parts, context, lambda k, y, rng: transition(y, matrix, rng)

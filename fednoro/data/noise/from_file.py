@@ -50,19 +50,19 @@ def observed_from_file(
     for line, sample, label in rows:
         if sample not in position:
             raise UserError(
-                f"{path}, line {line}: no sample has the id {sample!r} (the "
-                f"first is {next(iter(ids), None)!r})"
+                f"{path}, line {line}: "
+                f"no sample has the id {sample!r} (the first is {next(iter(ids), None)!r})"
             )
         if sample in line_of:
             raise UserError(
-                f"{path}, line {line}: id {sample!r} was given on line "
-                f"{line_of[sample]} already; keep one"
+                f"{path}, line {line}: "
+                f"id {sample!r} was given on line {line_of[sample]} already; keep one"
             )
         if label not in lookup:
             names = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
             raise UserError(
-                f"{path}, line {line}: {label!r} is not a class; use names throughout ({names}) or "
-                f"indices throughout (0..{len(classes) - 1})"
+                f"{path}, line {line}: {label!r} is not a class; "
+                f"use names throughout ({names}) or indices throughout (0..{len(classes) - 1})"
             )
         line_of[sample] = line
         observed[position[sample]] = lookup[label]
@@ -84,13 +84,13 @@ def _read_observations(path: str | Path) -> list[tuple[int, str, str]]:
         if missing := [name for name in ("id", "label") if name not in header]:
             columns = ",".join(header)
             raise UserError(
-                f"{path}, line 1: no column {' and '.join(missing)}; make "
-                f"the header id,label, got {columns!r}"
+                f"{path}, line 1: no column {' and '.join(missing)}; "
+                f"make the header id,label, got {columns!r}"
             )
         last_line = reader.line_num
         for cells in reader:
-            # Files for spreadsheets have an apostrophe before a cell that
-            # would be taken for a formula.
+            # Files for spreadsheets have an apostrophe before a cell
+            # that would be taken for a formula.
             row = dict(
                 zip(
                     header,

@@ -32,8 +32,8 @@ class Digits(Options):
         pixels, target = load_pixels()
         class_indices = []
         for c in range(10):
-            # One order per seed and class, so that a steeper tail keeps a subset
-            # of a flatter one's images.
+            # One order per seed and class,
+            # so that a steeper tail keeps a subset of a flatter one's images.
             order = generator(seed, "digits", c).permutation(np.flatnonzero(target == c))
             class_indices.append(order[: round(len(order) * self.imbalance ** (-c / 9))])
         index = np.sort(np.concatenate(class_indices))

@@ -1,5 +1,5 @@
-"""The user's own images, decoded once into a cache (see `data/cache`)
-and memory-mapped from then on.
+"""The user's own images,
+decoded once into a cache (see `data/cache`) and memory-mapped from then on.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Folder(Options):
     grey: bool = option(False, "one channel in place of three")
     window: Literal["file", "brain", "triple"] = option(
         "file",
-        "DICOM grey values by the file's own window, the brain's, or "
-        "brain, subdural and bone as channels",
+        "DICOM grey values by the file's own window, "
+        "the brain's, or brain, subdural and bone as channels",
     )
     classes: tuple[str, ...] | None = option(
         None, "class names in order, the same at every site; default: those found, sorted"
@@ -68,8 +68,8 @@ class Folder(Options):
             raise UserError(f"data.window must be file, brain or triple, got {self.window!r}")
         if self.window == "triple" and self.grey:
             raise UserError(
-                "data.window triple has three channels: leave "
-                "data.grey off, or choose file or brain"
+                "data.window triple has three channels: "
+                "leave data.grey off, or choose file or brain"
             )
 
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
@@ -132,15 +132,15 @@ def _records_from_folders(tree: Tree) -> list[Record]:
             records.append(Record(name, inside.partition("/")[0], inside))
     if not records:
         raise UserError(
-            f"no images in {tree.path}; expected CLASS/IMAGE.jpg, .jpeg, .png or .dcm; name a CSV "
-            "of paths and labels with data.csv where they are kept otherwise"
+            f"no images in {tree.path}; expected CLASS/IMAGE.jpg, .jpeg, .png or .dcm; "
+            "name a CSV of paths and labels with data.csv where they are kept otherwise"
         )
     return records
 
 
 def _may_be_image(name: str) -> bool:
-    # Archives of hospitals name DICOM files without an ending; what such a file
-    # holds shows when it is decoded.
+    # Archives of hospitals name DICOM files without an ending;
+    # what such a file holds shows when it is decoded.
     return PurePosixPath(name).suffix.lower() in {"", *_PICTURES, *_DICOM}
 
 
@@ -244,8 +244,8 @@ def _classes(
     if class_names is None:
         if len(labels) < 2:
             raise UserError(
-                f"{root} has a single class, {labels[0]!r}; at least two are "
-                "needed, or name all in data.classes"
+                f"{root} has a single class, {labels[0]!r}; "
+                "at least two are needed, or name all in data.classes"
             )
         return tuple(labels)
     if len(set(class_names)) != len(class_names) or len(class_names) < 2:

@@ -101,8 +101,8 @@ class Ham10000(Options):
         tree, images = find_images(archive, _is_archive_file)
         if not images:
             raise UserError(
-                f"no images in {archive.path}; expected "
-                "HAM10000_images_part_1/ISIC_*.jpg or zips of them"
+                f"no images in {archive.path}; "
+                "expected HAM10000_images_part_1/ISIC_*.jpg or zips of them"
             )
         return plan_matched(
             "ham10000", tree, images, records, tuple(published_counts), self.size, self.crop
@@ -121,8 +121,8 @@ class Ham10000(Options):
             if file.is_file():
                 return str(file), read_bytes(file)
         raise UserError(
-            f"data.labels {self.labels} does not exist, neither here nor "
-            f"in {archive.path} or beside it"
+            f"data.labels {self.labels} does not exist, "
+            f"neither here nor in {archive.path} or beside it"
         )
 
 
@@ -137,8 +137,8 @@ def _records(content: bytes, file: str, classes: int) -> list[Record]:
     label = "dx" if classes == 7 else "isic2019_class"
     if rows and label not in columns:
         raise UserError(
-            f"{file} has no column isic2019_class, which tells actinic keratoses (AK) from "
-            "carcinomas (SCC) among the akiec; add it or set data.classes=7"
+            f"{file} has no column isic2019_class, which tells actinic keratoses (AK) "
+            "from carcinomas (SCC) among the akiec; add it or set data.classes=7"
         )
     refuse_duplicates(rows, "image_id", file)
     site = next((name for name in ("site", "dataset") if name in columns), None)

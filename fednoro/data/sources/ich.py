@@ -151,8 +151,8 @@ def _label_file(tree: Tree) -> str:
         if label_files:
             return label_files[0]
     raise UserError(
-        f"{tree.path} has no stage_2_train.csv at its top or one folder down: data.path must be "
-        "the folder that Kaggle's rsna-intracranial-hemorrhage-detection was unpacked to"
+        f"{tree.path} has no stage_2_train.csv at its top or one folder down: data.path "
+        "must be the folder that Kaggle's rsna-intracranial-hemorrhage-detection was unpacked to"
     )
 
 
@@ -236,8 +236,8 @@ def read_ids(path: Path) -> Labels:
             ):
                 cells = ", ".join(row[kind] or "nothing" for kind in CLASSES)
                 raise UserError(
-                    f"{file}, line {line}: one of the five types must be 1, the others 0, "
-                    f"got {cells}"
+                    f"{file}, line {line}: "
+                    f"one of the five types must be 1, the others 0, got {cells}"
                 )
             for kind in CLASSES:
                 labels[id] = labels.get(id, 0) | _BITS[f"{kind},{int(kind in ones)}".encode()]
@@ -288,8 +288,8 @@ def _match(
             if count[kind] != n
         ]
         warnings.warn(
-            f"{file} is not the published label file: {count.total():,} slices of one type, not "
-            f"{sum(PUBLISHED_COUNTS):,} ({'; '.join(differences)})",
+            f"{file} is not the published label file: {count.total():,} slices of one type, "
+            f"not {sum(PUBLISHED_COUNTS):,} ({'; '.join(differences)})",
             FedNoRoWarning,
             stacklevel=3,
         )

@@ -135,8 +135,8 @@ def _class(row: dict[str, str], location: str) -> str:
     ones = [name for name, value in values.items() if value == 1]
     if len(ones) != 1 or any(value not in (0, 1) for value in values.values()):
         raise UserError(
-            f"{location}: {row['image']} must have a 1 for one class and 0 for all others, "
-            f"got {cells}"
+            f"{location}: {row['image']} must have a 1 for one class "
+            f"and 0 for all others, got {cells}"
         )
     return ones[0]
 

@@ -100,8 +100,8 @@ class Medmnist(Options):
             raise UserError(f"{file} has a single class; at least two are needed")
         if labels.max() >= len(names):
             raise UserError(
-                f"data.names has {len(names)} names, but the labels in "
-                f"{file} go up to {labels.max()}"
+                f"data.names has {len(names)} names, "
+                f"but the labels in {file} go up to {labels.max()}"
             )
         return names
 
@@ -137,8 +137,8 @@ class _Rows:
         try:
             with zipfile.ZipFile(self._file) as archive, archive.open(self._member) as stream:
                 stream.read(self._begin)
-                # Read, never skipped over: the last row comes only if the
-                # checksum of all of them holds.
+                # Read, never skipped over:
+                # the last row comes only if the checksum of all of them holds.
                 while row := stream.read(math.prod(self.shape)):
                     yield row
         except _DAMAGE_ERRORS as error:
@@ -226,8 +226,8 @@ def _part(archive: zipfile.ZipFile, part: str, file: Path) -> tuple[_Rows, IntAr
         or 0 in shape[1:]
     ):
         raise UserError(
-            f"{file}: {part}_images must be uint8 [N, S, S] or [N, S, S, "
-            f"3], got {images.dtype} {shape}"
+            f"{file}: {part}_images must be uint8 [N, S, S] or [N, S, S, 3], "
+            f"got {images.dtype} {shape}"
         )
     if images.fortran:
         raise UserError(

@@ -35,7 +35,7 @@ class PreparedFolder(Options):
             )
         if not (folder / "manifest.json").is_file():
             raise UserError(
-                f"data.path {folder} has no manifest.json: give a "
-                "folder that `fednoro prepare` made"
+                f"data.path {folder} has no manifest.json: "
+                "give a folder that `fednoro prepare` made"
             )
         return preparation.verify(folder)

@@ -22,6 +22,6 @@ class AtSites(Options):
     def load(self, seed: int, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
         """There is nothing to load here."""
         raise UserError(
-            "data=sites is for `fednoro flower run`: here there are no "
-            "images; choose another data source"
+            "data=sites is for `fednoro flower run`: here there are no images; "
+            "choose another data source"
         )

@@ -50,8 +50,8 @@ class Synthetic(Options):
         """Draws textures and images from `seed`."""
         if self.images < self.classes:
             raise UserError(
-                f"data.images must be at least data.classes ({self.classes}) so that no "
-                f"class is empty, got {self.images}"
+                f"data.images must be at least data.classes ({self.classes}) "
+                f"so that no class is empty, got {self.images}"
             )
         rng = generator(seed, "synthetic textures")
         textures = _textures(self.classes, self.size, self.channels, rng)
@@ -138,8 +138,8 @@ def _draw(
 def _shift_and_flip(
     textures: NDArray[np.float32], classes: IntArray, difficulty: float, rng: np.random.Generator
 ) -> NDArray[np.float32]:
-    """`textures[classes]`, each shifted by up to a quarter of its size and
-    flipped, the more the harder.
+    """`textures[classes]`, each shifted by up to a quarter of its size and flipped,
+    the more the harder.
     """
     n, size = len(classes), textures.shape[1]
     reach = round(difficulty * size / 4)

@@ -194,13 +194,13 @@ def read(path: str | Path) -> Recorded:
     if (folder / "result.json").exists():
         run.result = _attempt(run, "result.json", _json, {})
         run.status = "finished"
-    elif is_held(folder):
+    elif is_locked(folder):
         run.status = "running"
     _check_sizes(run)
     return run
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a process is working in the folder now."""
     try:
         with (folder / ".lock").open("r+") as file:

@@ -108,8 +108,8 @@ class Terminal(Watcher):
         if federation.noisy is not None and federation.noisy.any():
             rates, count = federation.rates[federation.noisy], federation.noisy.sum()
             noise += (
-                f": {count} noisy clients, {rates.min():.0%} to "
-                f"{rates.max():.0%} of their labels wrong"
+                f": {count} noisy clients, "
+                f"{rates.min():.0%} to {rates.max():.0%} of their labels wrong"
             )
         self._say(f"[bold]{escape(str(folder))}[/]")
         self._say(
@@ -189,8 +189,8 @@ class Terminal(Watcher):
         truth, client_verdicts = self._federation.noisy, verdicts(state)
         if self._verdict is not None and self._verdict[0] == client_verdicts:
             self._say(
-                f"after round {state.round}: {_count_flagged(client_verdicts)} as after "
-                f"round {self._verdict[1]}"
+                f"after round {state.round}: "
+                f"{_count_flagged(client_verdicts)} as after round {self._verdict[1]}"
             )
             return
         self._verdict = client_verdicts, state.round
@@ -294,13 +294,13 @@ def prepared_table(preparation: Prepared) -> Group:
         else f"{preparation.seconds:.1f} s, {total / max(preparation.seconds, 1e-9):,.0f} images/s"
     )
     lines = [
-        f"{total:,} images, {megabytes(preparation.bytes)} in {preparation.folder} "
-        f"({duration_text})"
+        f"{total:,} images, "
+        f"{megabytes(preparation.bytes)} in {preparation.folder} ({duration_text})"
     ]
     if preparation.skipped:
         lines.append(
-            f"{len(preparation.skipped):,} left out; all are listed in "
-            f"{preparation.folder / 'manifest.json'}:"
+            f"{len(preparation.skipped):,} left out; "
+            f"all are listed in {preparation.folder / 'manifest.json'}:"
         )
         reasons: dict[str, list[str]] = {}
         for item in preparation.skipped:

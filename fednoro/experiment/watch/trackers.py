@@ -163,8 +163,8 @@ def with_trackers(config: Config, watcher: Watcher) -> Watcher:
     for name, tracker in trackers.items():
         if missing := [module for module in tracker.needs if find_spec(module) is None]:
             raise UserError(
-                f"track: {name} needs {missing[0]}, which is not "
-                "installed: pip install 'fednoro[track]'"
+                f"track: {name} needs {missing[0]}, which is not installed: "
+                "pip install 'fednoro[track]'"
             )
     return Tracked(watcher, trackers) if trackers else watcher
 
@@ -270,8 +270,8 @@ class Tracked(Watcher):
                 del self.trackers[name]
                 why = (str(error).splitlines() or [""])[0]
                 self.other.warned(
-                    f"{name} is given up ({type(error).__name__}: "
-                    f"{why}); the run goes on without it"
+                    f"{name} is given up ({type(error).__name__}: {why}); "
+                    "the run goes on without it"
                 )
 
 

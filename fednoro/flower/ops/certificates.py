@@ -95,8 +95,8 @@ def make(
         _refuse_existing_keys(keys)
     if not server.exists() and not hosts:
         raise UserError(
-            "the SuperLink's certificate needs a name: give --host NAME or "
-            "--host IP, one for each address"
+            "the SuperLink's certificate needs a name: "
+            "give --host NAME or --host IP, one for each address"
         )
     new_files: list[Path] = []
     with disk_errors(folder):
@@ -205,8 +205,8 @@ class _Authority:
             or key.public_key() != certificate.public_key()
         ):
             raise UserError(
-                f"{self.key_file} does not belong to "
-                f"{self.certificate_file}: put the right pair there"
+                f"{self.key_file} does not belong to {self.certificate_file}: "
+                "put the right pair there"
             )
         return key
 
@@ -270,8 +270,8 @@ def _refuse_half_pairs(pairs: Iterable[tuple[Path, Path]]) -> None:
     for certificate, key in pairs:
         if certificate.exists() and not key.exists() and certificate.name == "server.pem":
             raise UserError(
-                f"{certificate} is there without {key.name}: put the "
-                f"key back, or delete {certificate}"
+                f"{certificate} is there without {key.name}: "
+                f"put the key back, or delete {certificate}"
             )
         if key.exists() and not certificate.exists():
             raise UserError(
@@ -283,8 +283,8 @@ def _refuse_existing_keys(keys: Mapping[str, Path]) -> None:
     for site, key in keys.items():
         if key.exists():
             raise UserError(
-                f"{key} exists already: leave {site} out of --sites, or "
-                "say --force to replace its key"
+                f"{key} exists already: "
+                f"leave {site} out of --sites, or say --force to replace its key"
             )
 
 

@@ -153,8 +153,8 @@ def _inspect_tls(plain: socket.socket, host: str, ca: Path | None) -> Iterator[C
         remaining = expires.astimezone(UTC) - datetime.now(UTC)
         if remaining < EXPIRES_SOON:
             advice = (
-                "the coordinator renews it: fednoro flower certs DIR --host … "
-                "--force, and restarts the SuperLink"
+                "the coordinator renews it: "
+                "fednoro flower certs DIR --host … --force, and restarts the SuperLink"
             )
             yield warning(
                 "tls", f"the SuperLink's certificate expires in {remaining.days} days", advice
@@ -174,14 +174,14 @@ def _certificate_problem(
         # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
         names = ", ".join(_names_at(address)) or "no name at all"
         advice = (
-            "use one of those names, or the coordinator renews it: fednoro flower "
-            f"certs DIR --host {host} --force"
+            "use one of those names, or the coordinator renews it: "
+            f"fednoro flower certs DIR --host {host} --force"
         )
         return failed("tls", f"the SuperLink's certificate is for {names}, not for {host}", advice)
     if error.verify_code == 10:  # X509_V_ERR_CERT_HAS_EXPIRED
         advice = (
-            "the coordinator renews it: fednoro flower certs DIR --host … "
-            "--force, and restarts the SuperLink"
+            "the coordinator renews it: "
+            "fednoro flower certs DIR --host … --force, and restarts the SuperLink"
         )
         return failed("tls", "the SuperLink's certificate has expired", advice)
     if error.verify_code == 9:  # X509_V_ERR_CERT_NOT_YET_VALID
@@ -228,8 +228,8 @@ def _inspect_clock(secure: ssl.SSLSocket, host: str) -> Iterator[Check]:
         return
     side = "ahead of" if ahead > timedelta(0) else "behind"
     message = (
-        f"this machine is {abs(ahead).total_seconds():.0f} s {side} the "
-        "SuperLink, which will refuse it"
+        f"this machine is {abs(ahead).total_seconds():.0f} s {side} the SuperLink, "
+        "which will refuse it"
     )
     yield failed("clock", message, "set both clocks by NTP")
 

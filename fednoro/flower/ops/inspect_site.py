@@ -85,8 +85,8 @@ def _inspect_cache(source: Source, cache_bytes: int) -> Iterator[Check]:
     elif free < 2 * cache_bytes:
         yield warning(
             "disk",
-            f"the image cache takes {memory_size(cache_bytes)} of {memory_size(free)} "
-            f"free in {home}",
+            f"the image cache takes {memory_size(cache_bytes)} "
+            f"of {memory_size(free)} free in {home}",
             "free some",
         )
     else:
@@ -142,8 +142,8 @@ def _image_check(message: str, broken_images: Sequence[str], attempts: int) -> C
 def _omission_warning(names: Sequence[str]) -> Iterator[Check]:
     if names:
         advice = (
-            "nothing to do unless they are images: then see data.csv and "
-            "the types of files that are read"
+            "nothing to do unless they are images: "
+            "then see data.csv and the types of files that are read"
         )
         yield warning("data", f"left out, {len(names)} in all: {first_names(names, 3)}", advice)
 
@@ -197,14 +197,14 @@ def inspect_labels(
 
 def _mismatch(site_classes: tuple[str, ...], federation_classes: Sequence[str]) -> Check:
     advice = (
-        f"set data.classes in site.yaml to [{', '.join(federation_classes)}], in this "
-        "order, and rename labels to match"
+        f"set data.classes in site.yaml to [{', '.join(federation_classes)}], "
+        "in this order, and rename labels to match"
     )
     if unknown_classes := [name for name in site_classes if name not in federation_classes]:
         return failed(
             "classes",
-            f"the federation has no class {first_names(unknown_classes)}; it has "
-            f"{first_names(federation_classes, 12)}",
+            f"the federation has no class {first_names(unknown_classes)}; "
+            f"it has {first_names(federation_classes, 12)}",
             advice,
         )
     if lost_classes := [name for name in federation_classes if name not in site_classes]:
@@ -237,8 +237,8 @@ def _inspect_privacy(
         share = 1 / (smallest_count * epsilon)
         if share > 0.25:
             message = (
-                f"ε = {epsilon:g} and {smallest_count} images blur the smallest class by "
-                f"{share:.0%} of the range of losses"
+                f"ε = {epsilon:g} and {smallest_count} images blur the smallest class "
+                f"by {share:.0%} of the range of losses"
             )
             yield warning(
                 "privacy",
@@ -382,8 +382,8 @@ def inspect_packages() -> Iterator[Check]:
     versions = ", ".join(f"{name} {version(name)}" for name in ("fednoro", "flwr", "torch"))
     yield ok(
         "packages",
-        f"Python {sys.version.split()[0]}, {versions}; fednoro and "
-        "flwr must be the coordinator's too",
+        f"Python {sys.version.split()[0]}, {versions}; "
+        "fednoro and flwr must be the coordinator's too",
     )
 
 

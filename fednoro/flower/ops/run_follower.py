@@ -284,6 +284,6 @@ def follow(link: Link, run: int, follower: Follower | None) -> Status:
 def _check_patience(run: int, elapsed: float, error: UnreachableError) -> None:
     if elapsed >= GIVE_UP_AFTER:
         raise RunLostError(
-            f"the SuperLink could not be asked about run {run} for {elapsed:.0f} s: {error} If it "
-            "went down, the run has failed: start it again, then carry the run on"
+            f"the SuperLink could not be asked about run {run} for {elapsed:.0f} s: "
+            f"{error} If it went down, the run has failed: start it again, then carry the run on"
         ) from error

@@ -157,8 +157,8 @@ def read_config(run_config: Mapping[str, Any]) -> Config:
         return resolve(tree)
     if not source:
         raise UserError(
-            "run-config has neither fednoro (JSON) nor fednoro-config (a "
-            "preset or a YAML file): set one"
+            "run-config has neither fednoro (JSON) nor "
+            "fednoro-config (a preset or a YAML file): set one"
         )
     return resolve(source)
 
@@ -274,8 +274,8 @@ class _Coordinator:
         if partition_counts != {count}:
             nodes = ", ".join(map(str, sorted(partition_counts)))
             raise UserError(
-                f"the federation has {count} clients, the nodes were started for {nodes}: set "
-                "partition.clients or the number of nodes"
+                f"the federation has {count} clients, the nodes were started for {nodes}: "
+                "set partition.clients or the number of nodes"
             )
 
     def _initial_state(self, exchange: FlowerExchange, ground: Ground) -> State:

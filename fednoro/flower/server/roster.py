@@ -285,8 +285,8 @@ def _difference(kind: Kind, run_kind: Kind | None) -> str:
     assert run_kind is not None
     if kind[0] != run_kind[0]:
         return (
-            f"its classes are {', '.join(kind[0])}; the run has "
-            f"{', '.join(run_kind[0])}, in this order (data.classes)"
+            f"its classes are {', '.join(kind[0])}; "
+            f"the run has {', '.join(run_kind[0])}, in this order (data.classes)"
         )
     sizes = [" × ".join(map(str, shape)) for shape in (kind[1], run_kind[1])]
     return f"its images are {sizes[0]}, the run's {sizes[1]} (height × width × channels)"

@@ -93,8 +93,8 @@ def _losses_caption(raw: FloatArray, scaled: FloatArray, clean: int | None) -> s
     if clean is not None:
         sums = np.nanmean(np.where(has_loss, scaled, np.nan), axis=1)
         caption += (
-            f"Mean over the cells that were sent: {np.nanmean(sums[:clean]):.2f} for clients that "
-            f"look clean, {np.nanmean(sums[clean:]):.2f} for those that look noisy."
+            f"Mean over the cells that were sent: {np.nanmean(sums[:clean]):.2f} for clients "
+            f"that look clean, {np.nanmean(sums[clean:]):.2f} for those that look noisy."
         )
     return caption
 
@@ -413,8 +413,8 @@ def _mixture_caption(cloud: Mixture, reproduced: bool) -> str:
     )
     if not reproduced:
         caption += (
-            "The mixture was fitted again for this figure and does not give "
-            "exactly the recorded probabilities."
+            "The mixture was fitted again for this figure "
+            "and does not give exactly the recorded probabilities."
         )
     return caption
 

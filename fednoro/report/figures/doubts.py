@@ -77,8 +77,8 @@ def doubt(run: Recorded, verdict: RecordedVerdict | None) -> Figure | None:
     caption = _caption(flagged, silent, cut is not None)
     title = "What clients explain, and what the others say"
     label = (
-        f"Scatter plot of {len(names)} clients by explained share and by "
-        "the error of the others' heads."
+        f"Scatter plot of {len(names)} clients by explained share "
+        "and by the error of the others' heads."
     )
     table = _table(verdict, names, (shares, error, verdict.doubt))
     return Figure("doubt", title, caption, label, draw, table)
@@ -129,8 +129,8 @@ def _caption(flagged: int, silent: int, with_cut: bool) -> str:
         )
     if silent:
         why = (
-            "one class alone tells nothing, and who was judged before "
-            "the others is not on this scale"
+            "one class alone tells nothing, "
+            "and who was judged before the others is not on this scale"
         )
         caption += f"{quantity(silent, 'client')} {is_are(silent)} missing here: {why}. "
     return caption

@@ -72,8 +72,8 @@ def bacc(run: Recorded, verdict: RecordedVerdict | None) -> Figure | None:
         "test set and therefore flatters; Last does not."
     )
     label = (
-        f"Line chart of balanced accuracy over {len(values)} rounds, from "
-        f"{values[0]:.0%} to {final:.0%}."
+        f"Line chart of balanced accuracy over {len(values)} rounds, "
+        f"from {values[0]:.0%} to {final:.0%}."
     )
     return Figure("bacc", "Balanced accuracy", caption, label, draw, _bacc_table(run))
 

@@ -31,8 +31,8 @@ def render(template: str, **values: Any) -> bytes:
     # The browser then runs this script alone and asks nobody for anything,
     # whatever a name may contain.
     policy = (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src "
-        f"'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     )
     style = Markup(_colours() + _text("audit.css"))
     html = (

@@ -134,8 +134,8 @@ def css() -> str:
     """
     lines = [f":root{{color-scheme:light;{_variables(LIGHT)}}}"]
     lines.append(
-        "@media screen and "
-        f"(prefers-color-scheme:dark){{:root{{color-scheme:dark;{_variables(DARK)}}}}}"
+        "@media screen "
+        f"and (prefers-color-scheme:dark){{:root{{color-scheme:dark;{_variables(DARK)}}}}}"
     )
     lines.append(
         f"@media screen{{:root[data-theme=light]{{color-scheme:light;{_variables(LIGHT)}}}"
