@@ -1,4 +1,4 @@
-"""One file per method; a new one is registered by one line here."""
+"""One file per method, and `relabel` beside FedCorr; one line here registers a new method."""
 
 from __future__ import annotations
 
