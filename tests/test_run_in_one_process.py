@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FUNCTIONS = ("run", "resume", "load", "load_model")
+FUNCTIONS = ("run", "resume", "load", "load_model", "export", "predict", "compare", "write_report")
 PUBLIC = {  # by where they are
     "fednoro": (*FUNCTIONS, "Run"),
     "fednoro.cli": ("main",),
